@@ -310,12 +310,13 @@ def leave_out(options: argparse.Namespace) -> None:
     if options.surfaces is not None:
         sources += refitting.by_trainer(options.surfaces)
     found, whole = refitting.leave_out(sources)
-    print(
-        f"\n{'source':34}{'rows':>8}{'package':>10}{'fitted':>10}{'held out':>10}   largest change of a constant, held out"
-    )
+    titles = "".join(f"{title:>10}" for title in ("package", "fitted", "held out", "bias", "covered"))
+    print(f"\n{'source or device':34}{'rows':>8}{titles}   largest change of a constant, held out")
     for each in found:
         name, scale = max(each.scales.items(), key=lambda item: abs(math.log(item[1] / whole[item[0]])))
-        shares = "".join(f"{100 * value:8.1f} %" for value in (each.plain, each.together, each.out))
+        shares = "".join(
+            f"{100 * value:8.1f} %" for value in (each.plain, each.together, each.out, each.bias, each.cover)
+        )
         print(f"{each.name:34}{each.rows:>8}{shares}   {name} x {scale:.3f} (fitted to all: x {whole[name]:.3f})")
     print("fitted to all, against the package's:", ", ".join(f"{name} x {scale:.3f}" for name, scale in whole.items()))
 
@@ -349,6 +350,31 @@ def checked(options: argparse.Namespace) -> None:
     show(f"redline check, at most {options.most} recipes of a source", out, columns)
 
 
+def reasons(left: Sequence[str]) -> list[str]:
+    """Returns a line for each reason why rows are left out, with number and places: `3 rows, adapters: a.csv:2-3; b.csv:7`."""
+    places: dict[str, dict[str, list[int]]] = {}
+    for text in left:
+        where, _, reason = text.partition(": ")
+        file, _, line = where.rpartition(":")
+        numbered = (file, int(line)) if file and line.isdigit() else (where, 0)
+        places.setdefault(reason, {}).setdefault(numbered[0], []).append(numbered[1])
+    lines = []
+    for reason, files in places.items():
+        spans = []
+        for file, numbers in files.items():
+            runs: list[list[int]] = []
+            for number in sorted(numbers):
+                if runs and number == runs[-1][1] + 1:
+                    runs[-1][1] = number
+                else:
+                    runs.append([number, number])
+            text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+            spans.append(f"{file}:{text}" if numbers != [0] else file)
+        count = sum(map(len, files.values()))
+        lines.append(f"{count} row{'s' * (count > 1)}, {reason}: {'; '.join(spans)}")
+    return lines
+
+
 def public(options: argparse.Namespace) -> None:
     """Prints a line for each source of a folder of public tables."""
     try:
@@ -363,9 +389,12 @@ def public(options: argparse.Namespace) -> None:
         spread = np.array([config.get("ep", 1) > 1 for config in judged.configs], bool)
         if spread.any():
             out[f"{source.name}, ep > 1"] = judged.errors(keep=spread)
+        left = reasons([*source.left, *judged.left])
+        if options.conventions or left:
+            print(source.name)
         if options.conventions:
-            print(f"{source.name}\n" + "\n".join(f"  inferred: {each}" for each in source.inferred))
-            print("\n".join(f"  left out: {each}" for each in (*source.left, *judged.left)))
+            print("\n".join(f"  inferred: {each}" for each in source.inferred))
+        print("".join(f"  left out: {line}\n" for line in left), end="")
         if options.rows:
             print(judged.rows().to_string(index=False))
         out[source.name]["left"] = len(source.left) + len(judged.left)

@@ -99,7 +99,8 @@ def render(result: "Check") -> str:
         "",
         f"memory   {verdict}: {_memory(estimate)} of {estimate.memory_limit_mib / 1024:.1f} GiB ({result.fullest}), "
         f"{abs(margin):.1f} GiB {'left' if margin >= 0 else 'too much'}; {chance}",
-        f"step     {step_time(estimate.step_ms)} ({step_time(estimate.step_ms_low)} to {step_time(estimate.step_ms_high)})",
+        f"step     {step_time(estimate.step_ms)} ({step_time(estimate.step_ms_low)} to {step_time(estimate.step_ms_high)})"
+        + (f"; {result.hardware.unmeasured}" if result.hardware.unmeasured else ""),
         f"speed    {estimate.throughput:,.0f} {estimate.unit}, MFU {100 * estimate.mfu:.1f} % "
         f"({100 * estimate.mfu * estimate.step_ms / estimate.step_ms_high:.1f} to "
         f"{100 * estimate.mfu * estimate.step_ms / estimate.step_ms_low:.1f} %)",

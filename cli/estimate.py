@@ -54,6 +54,13 @@ class EstimateOptions:
         Option("Memory of a device, such as 40GiB.  [default: all]", check=parse_memory, metavar="SIZE"),
     ] = None
     framework: Annotated[str, Option(f"Trainer: {', '.join(TRAINERS)}.", metavar="NAME")] = "redline"
+    assume: Annotated[
+        str | None,
+        Option(
+            "Facts of its software, such as overlap_experts=true; with --framework NAME@VERSION those of a version.",
+            metavar="FACT=V,...",
+        ),
+    ] = None
     layerwise: Annotated[bool, Option("Refine the winner: choose checkpointing for each block.")] = False
     explain: Annotated[bool, Option("Show the parts of memory and time.")] = False
 
@@ -93,6 +100,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             "hardware": estimate_options.hardware,
             "memory_limit_mib": limit_mib,
             "framework": estimate_options.framework,
+            "assume": config_of(estimate_options.assume) if estimate_options.assume else None,
         }
         first_answers: list[Any] = []
 

@@ -36,7 +36,9 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
             verdict += f", {best.throughput / base.estimate.throughput:.2f}x untuned"
         elif base is not None:
             verdict += ", where untuned does not fit"
-        lines.append(f"{verdict}; fits with a chance of {100 * best.probability_fits:.0f} %")
+        verdict += f"; fits with a chance of {100 * best.probability_fits:.0f} %"
+        unmeasured = request.hardware.unmeasured
+        lines += [verdict] if unmeasured is None else _wrapped(f"{verdict}; {unmeasured}", "", width)
     return lines
 
 

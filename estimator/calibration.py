@@ -249,7 +249,7 @@ TIME_GROUPS: Mapping[str, tuple[str, ...]] = {
         "tensor parallel", "sequence exchange", "expert exchange", "data parallel", "parameter gathers",
         "pipeline transfers", "offload",
     ),
-    "stalls": ("stalls", "allocator retries"),
+    "stalls": ("stalls",),
 }  # fmt: skip
 """Terms of the step by group; the bubble is divided in proportion to the terms of a slot."""
 NETWORK = "network"

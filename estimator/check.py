@@ -176,7 +176,7 @@ def check(
         UsageError: the model, the sequence length or the micro-batch is unknown, or sizes contradict each other.
     """
     machine = find_hardware(hardware)
-    notes = [*filter(None, (machine.note,)), *trainer.notes]
+    notes = [*filter(None, (machine.note, machine.unmeasured)), *trainer.notes]
     if (
         devices is not None
         and trainer.devices is not None

@@ -31,8 +31,14 @@ class Constants:
     limited_rate: float | None = None
     """Share of the product rate that a power-limited device sustains when it runs only products; None: the value of
     `estimator/kernels.py` for the device. See `estimator.slot.clocks`."""
+    early_kernels: float = 0.77
+    """Rate of products on Blackwell of libraries before November 2025 relative to later ones."""
     eight_bit_efficiency: float = 0.92
-    """Share of the promised speedup over 16 bits that products of 8 and 4 bits reach."""
+    """Share of the rate of 8 bits that products with one scale a tensor or row reach."""
+    mxfp8_efficiency: float = 0.80
+    """The same for 8 bits with a scale for each 32 numbers."""
+    nvfp4_efficiency: float = 0.70
+    """Share of the rate of 4 bits that products with a scale for each 16 numbers reach."""
     half_rows: float = 20.0
     """On a CPU: rows (tokens) at which a product has half of the efficiency of one with infinitely many."""
     half_width: float = 16.0
@@ -49,6 +55,10 @@ class Constants:
     """Share of the memory bandwidth that memory-bound kernels reach."""
     launch_us: float = 9.0
     """Host time to launch a kernel from eager PyTorch, us."""
+    gather_us: float = 0.0
+    """Host time to gather or release the weights of one module at ZeRO 3, us: DeepSpeed's hooks around each module. Full
+    fine-tuning of Qwen 1.8B and 7B by micro-batches of 256 tokens takes 2.1 and 4.0 s a step on A100s, of which computing and
+    launches are 0.5 and 1.6 s (README of github.com/QwenLM/Qwen)."""
     host_update_gb_per_s: float = 76.0
     """Rate at which the ranks of a node together update offloaded states, 1e9 bytes read and written a second: the 400 ms that
     offloading adds to gpt2-large (bench/results/gpu-h200.md) are 6.2 GB of copies and an update of 21.7 GB."""
@@ -121,6 +131,17 @@ class Constants:
     """Noise of a single measured step time about a perfectly calibrated prediction, within a node."""
     network_noise: float = 0.18
     """The same for a run over several nodes."""
+    sibling_std: float = 0.08
+    """Further uncertainty of a device without measured runs, of a generation that has them. This and the following: standard
+    deviations of the biases of devices and trainers that were left out of the fit (docs/estimator.md)."""
+    foreign_std: float = 0.20
+    """The same for a device of another vendor or generation."""
+    early_std: float = 0.12
+    """The same for early kernels on Blackwell."""
+    software_std: float = 0.0
+    """The same for a trainer without measured runs."""
+    experts_std: float = 0.12
+    """Further noise of the step time of a mixture of experts."""
     scale_std: float = 0.04
     """Further uncertainty of a step time for each doubling of the nodes beyond the most on which trials were measured."""
     static_std: float = 0.04

@@ -44,8 +44,7 @@ class Estimate:
     to `peak_memory_mib`.
     """
     binds: str
-    """Largest part of the step: `compute`, `memory bandwidth`, `links`, `bubble`, `launches`, or `memory` (the allocator's
-    retries)."""
+    """Largest part of the step: `compute`, `memory bandwidth`, `links`, `bubble` or `launches`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +67,7 @@ class EstimateTable:
     """Standard deviation of the natural logarithm of the throughput (and of the step time)."""
     log_throughput_risk: np.ndarray
     """Expected loss of the logarithm of the throughput, compared with `throughput`, by stalls of the network and by the
-    allocator's retries: a risk in the interval and in the order of preference. Negative where `throughput` includes them.
+    allocator's retries: a risk in the interval and in the order of preference. Negative where `throughput` includes a stall.
     """
     log_throughput_effects: np.ndarray
     """Change of the logarithm of the throughput per standard deviation of each calibration factor; shape (n, factors)."""

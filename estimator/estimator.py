@@ -25,14 +25,16 @@ from .constants import CPU, Constants
 from .estimate import Z80, Estimate, EstimateTable
 from .facts.fused_loss import with_loss
 from .facts.model_facts import FactsSource, ModelFacts, Variant
+from .facts.recomputed_modules import modules_of, with_modules
 from .hardware import Hardware, find_hardware
+from .kernels import kinship
 from .knob_arrays import KnobArrays, knob_arrays
 from .memory import MEMORY_TERMS, peak_memory
-from .risks import stall_chance, stall_seconds
+from .risks import beyond, retry_chance, stall_chance, stall_seconds
 from .setup import TrainingSetup
 from .stages import divided
-from .time import BINDS, TIME_TERMS, step_time
-from .trainers import find_trainer
+from .time import BINDS, SLOW_HOST, TIME_TERMS, step_time
+from .trainers import find_trainer, has_early_kernels, under_facts
 
 if TYPE_CHECKING:
     from ..models.workload import Workload
@@ -75,7 +77,7 @@ class Estimator:
         self.source, setup, self.unit = _source(model, setup, self.hardware)
         self.training = setup
         base = CPU if self.hardware.kind == "cpu" else Constants()
-        self.constants = constants or find_trainer(framework).constants_on(base)
+        self._constants = constants or find_trainer(framework).constants_on(base)
         if setup.seq_len is None:
             self.unit = "samples/s"
         self._facts: dict[Variant, ModelFacts] = {}
@@ -115,29 +117,36 @@ class Estimator:
     def _tabled(self, cols: KnobArrays, raw: "_Raw") -> EstimateTable:
         """Estimates from uncorrected terms."""
         (time, memory, fullest, flops), noise = raw, self.constants.memory_noise
-        time, features = dict(time), self._features(cols)
+        features = self._features(cols)
         memory_residuals = self._memory.interpolate(features, noise)
         peak, memory_std = self._memory.apply(memory_groups(memory), noise, memory_residuals)
         full, full_std = self._memory.apply(memory_groups(fullest), noise, memory_residuals)
-        retries = self._add_retries(time, fullest, full, full_std)
+        retries = retry_chance(fullest, full, full_std, self.memory_limit_mib)
         far = leaves_node(cols, self.hardware.devices_per_node)
         groups = time_groups(time, far)
         time_noise = self._time_noise(cols)
         time_residuals = self._time.interpolate(features, time_noise)
         step, time_std = self._time.apply(groups, time_noise, time_residuals)
+        if not self.calibrated:
+            # Where the device barely hides the host's launches, a slower host is one that the device waits for.
+            time_std = np.hypot(time_std, np.log1p(np.nan_to_num(time[SLOW_HOST] / step)))
         corrected = corrected_time(time, far, step, self._time, time_residuals)
         corrected |= corrected_memory(memory, self._memory, memory_residuals)
         stalls = stall_chance(cols, self.hardware, self.constants)
         with np.errstate(invalid="ignore"):
             smooth = step - corrected["time.stalls"]
             stalled = np.log1p(stall_seconds(cols, self.constants) * 1e3 / smooth)
-        # It is unknown if a run retries or stalls: the step is that of the likelier outcome, and the other one is a risk.
+        # It is unknown if a run stalls: the step is that of the likelier outcome, and the other one is a risk. Retries are always
+        # a risk: a run on a full device that is worth choosing does not retry.
         low, high, risk, variance = -Z80 * time_std, Z80 * time_std, np.zeros(len(step)), time_std**2
-        for chance, cost in (retries, (stalls, np.nan_to_num(stalled))):
-            charged = chance > 0.5
+        retried = np.log(self.constants.retry_factor)
+        for chance, cost, charged in (
+            (retries, retried, np.zeros(len(step), bool)),
+            (stalls, np.nan_to_num(stalled), stalls > 0.5),
+        ):
             other_chance = np.where(charged, 1 - chance, chance)
-            beyond = _beyond(other_chance, cost, time_std)
-            low, high = low - np.where(charged, beyond, 0.0), high + np.where(charged, 0.0, beyond)
+            widening = beyond(other_chance, cost, time_std)
+            low, high = low - np.where(charged, widening, 0.0), high + np.where(charged, 0.0, widening)
             risk += (chance - charged) * cost
             variance += other_chance * cost**2
         samples = cols.micro_batch * cols.grad_accum * cols.dp
@@ -215,16 +224,11 @@ class Estimator:
         calibrated._time = Correction.none(prior)
         if timed:
             cols = knob_arrays([config for config, _ in timed], self.training)
-            time, _, fullest, _ = self._raw(cols)
-            features = cols.features
-            full = calibrated._memory.apply(
-                memory_groups(fullest), noise, calibrated._memory.interpolate(features, noise)
-            )
-            calibrated._add_retries(time, fullest, *full)
+            time, _, _, _ = self._raw(cols)
             groups = time_groups(time, leaves_node(cols, self.hardware.devices_per_node))
             calibrated._measured_nodes = float(self._nodes(cols).max())
             steps = np.array([value for _, value in timed])
-            interpolated = features if interpolate else None
+            interpolated = cols.features if interpolate else None
             calibrated._time = fit(groups, steps, prior, self._time_noise(cols), features=interpolated)
         return calibrated
 
@@ -265,6 +269,11 @@ class Estimator:
         copy = object.__new__(Estimator)
         copy.__dict__.update(self.__dict__)
         return copy
+
+    @property
+    def constants(self) -> Constants:
+        """The constants of the trainer under the facts of the setup."""
+        return self._constants.replace(**under_facts(self.training, self.hardware, self._constants))
 
     @property
     def memory_limit_mib(self) -> float:
@@ -308,12 +317,13 @@ class Estimator:
     def _raw(self, cols: KnobArrays) -> "_Raw":
         """Uncorrected terms of time, terms of the reported rank's and the fullest rank's memory, and FLOPs of a unit."""
         size = len(cols)
-        time = {name: np.zeros(size) for name in TIME_TERMS}
+        time = {name: np.zeros(size) for name in (*TIME_TERMS, SLOW_HOST)}
         memory = {name: np.zeros(size) for name in MEMORY_TERMS}
         fullest = {name: np.zeros(size) for name in MEMORY_TERMS}
         flops = np.zeros(size)
         for variant, indices in cols.variants():
             facts = with_loss(self.facts(*variant), self.training.loss)
+            facts = with_modules(facts, modules_of(self.training.recompute_modules))
             variant_cols = cols.take(indices)
             _check_experts(facts, variant_cols)
             division = divided(facts, variant_cols, self.training.balance)
@@ -339,40 +349,20 @@ class Estimator:
         """Features of configurations; None if no correction interpolates."""
         return None if self._time.residual is None and self._memory.residual is None else cols.features
 
-    def _add_retries(
-        self,
-        time: dict[str, np.ndarray],
-        fullest: Mapping[str, np.ndarray],
-        full: np.ndarray,
-        std: np.ndarray,
-    ) -> tuple[np.ndarray, float]:
-        """Adds the time of the allocator's retries to `time`, where they are likelier than not.
-
-        A run that survives had room for its tensors; the allocator had to free and retry if there was no room for slack.
-
-        Returns:
-            The chance of retries, shape (n,), and the logarithm of their factor of the step.
-        """
-        is_finite = np.isfinite(full)
-        total = np.where(is_finite, sum(fullest.values()), 1.0)
-        live = 1 - np.where(is_finite, fullest["slack"], 0.0) / total
-        room = np.log(self.memory_limit_mib / np.where(is_finite, full, 1.0))
-        # Far beyond the limit both chances vanish; their ratio is computed from logarithms.
-        chance = np.where(is_finite, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0)
-        step = sum(time.values())
-        step = np.where(np.isfinite(step) & (chance > 0.5), step, 0.0)
-        time["allocator retries"] = step * (self.constants.retry_factor - 1)
-        return chance, float(np.log(self.constants.retry_factor))
-
     def _time_prior(self) -> np.ndarray:
         c = self.constants
-        return np.array([c.compute_std, c.launch_std, c.link_std, c.stall_std, c.network_std])
+        device = {"sibling": c.sibling_std, "foreign": c.foreign_std}.get(kinship(self.hardware), 0.0)
+        early = c.early_std if has_early_kernels(self.training, self.hardware) else 0.0
+        compute = float(np.linalg.norm([c.compute_std, device, early, c.software_std]))
+        return np.array([compute, c.launch_std, c.link_std, c.stall_std, c.network_std])
 
     def _time_noise(self, cols: KnobArrays) -> np.ndarray:
         """Standard deviation of the logarithm of a single step time: larger over several nodes, and on more nodes than were
         measured."""
         nodes = self._nodes(cols)
         noise = np.where(nodes > 1, self.constants.network_noise, self.constants.time_noise)
+        if len(cols) and self.facts_of(cols, 0).experts:
+            noise = np.hypot(noise, self.constants.experts_std)
         if self._measured_nodes is None:
             return noise
         doublings = np.log2(np.maximum(nodes / max(self._measured_nodes, 1.0), 1.0))
@@ -399,30 +389,10 @@ class Estimator:
         return samples * ((self.training.seq_len or 1) if self.unit == "tokens/s" else 1) / rate * 1e3
 
 
-def _beyond(chance: np.ndarray, cost: np.ndarray | float, std: np.ndarray) -> np.ndarray:
-    """Distance by which an outcome of that chance, `cost` away in log time, moves the end of an 80 % interval, shape (n,)."""
-    from scipy.special import ndtri
-
-    chance = np.clip(chance, 1e-9, 1.0)
-    # A tenth is left beyond the end: part of the other outcome, or all of it and part of this one.
-    end = np.where(
-        chance > 0.1,
-        cost + std * ndtri(1 - 0.1 / np.maximum(chance, 0.1)),
-        std * ndtri(np.minimum(0.9 / (1 - chance), 1 - 1e-9)),
-    )
-    return np.clip(end - Z80 * std, 0.0, cost)
-
-
 def _normal(z: np.ndarray) -> np.ndarray:
     from scipy.special import ndtr
 
     return ndtr(z)
-
-
-def _log_normal(z: np.ndarray) -> np.ndarray:
-    from scipy.special import log_ndtr
-
-    return log_ndtr(z)
 
 
 def _hardware(spec: str | Path | Hardware) -> Hardware:

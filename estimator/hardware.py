@@ -1,9 +1,11 @@
 """Devices and the links between them, in the numbers that the estimator needs. The table is `hardware.yaml`."""
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,11 @@ class Hardware:
     attention: float | None = None
     """Measured share of that rate that PyTorch's fused attention reaches for long sequences; None for that of the generation."""
     kind: str = "cuda"
-    """`cuda`, `rocm` or `cpu`."""
+    """`cuda`, `rocm`, `hpu` (Gaudi) or `cpu`."""
     cores: float | None = None
     """Cores of a node if its devices are ranks on a CPU; None for other devices."""
+    measured_runs: int = 0
+    """Training runs on it that the constants were held against; with few of them intervals are wider."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each number, by field name."""
     note: str = ""
@@ -160,6 +164,14 @@ class Hardware:
         return self.cores is not None and self.devices_per_node > self.cores
 
     @property
+    def unmeasured(self) -> str | None:
+        """A remark for predictions without a measured run of this device; None for others, and where its kernels were
+        measured."""
+        if self.measured_runs or self.products is not None or self.kind == "cpu":
+            return None
+        return f"no training on {self.name} was measured: the intervals are those of an unknown device"
+
+    @property
     def memory_mib(self) -> float:
         """Memory of a device, MiB."""
         return self.memory_gib * 1024
@@ -198,6 +210,7 @@ class Hardware:
             if key not in field_names:
                 raise UsageError(f"{where}: {unknown('field', key, field_names | {'base'})}")
         if base is not None:
+            values = {"measured_runs": 0, **values} if {"tflops", "memory_gb_per_s"} & set(values) else values
             try:
                 start = find_hardware(str(base))
             except UsageError as error:
@@ -271,10 +284,13 @@ def _link(data: Any, source: str) -> Link:
 _MEMORY = re.compile(r"(?<![\w.])(\d+)[ -]?(?:gib|gb|g)\b")
 _WORD = re.compile(r"[a-z]+[0-9]*[a-z]*|[0-9]+[a-z]*")
 # Makers, product lines, kinds of memory and sockets, which do not identify the chip.
-_MAKERS = "nvidia|amd|geforce|tesla|instinct|radeon|gpu|tensor|core|vf|dgxs"
+_MAKERS = "nvidia|amd|intel|geforce|tesla|instinct|radeon|gpu|tensor|core|vf|dgxs|generation"
 _SAYS_NOTHING = re.compile(rf"{_MAKERS}|sxm\d?|ac|oam|hbm\d?e?|gddr\d\w*")
 _BOARDS = ("pcie", "nvl")
-_SHORT = {"4090": "rtx4090"}
+_SHORT = {
+    number: f"rtx{number}" for number in ("3080", "3090", "4070", "4080", "4090", "5080", "5090", "a5000", "a6000")
+}
+_SHORT |= {"habanagaudi2": "gaudi2", "habanagaudi3": "gaudi3", "hl225": "gaudi2", "hl325": "gaudi3"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,7 +358,7 @@ def find_hardware(spec: "str | Path | Hardware") -> Hardware:
         return hardware
     if Path(name).is_file():
         return Hardware.from_yaml(name)
-    raise UsageError(f"{_unknown(name)} A YAML file works too.")
+    raise UsageError(f"{_unknown(name)}\n{_file_for(name)}")
 
 
 def named_hardware(name: str) -> Hardware:
@@ -367,12 +383,44 @@ def _in_table(name: str) -> Hardware | None:
     return _most_common(name, device, matches) if matches else None
 
 
+def _file_for(given_name: str) -> str:
+    """The file to write for a device that the table lacks, with the numbers of the nearest one."""
+    device, nearest = device_name(given_name), _nearest(given_name)
+    links = {
+        name: {"gb_per_s": link.gb_per_s, "latency_us": link.latency_us}
+        for name, link in (("intra_node", nearest.intra_node), ("inter_node", nearest.inter_node))
+    }
+    numbers = {
+        "memory_gib": float(device.memory_gb or nearest.memory_gib),
+        "tflops": dict(nearest.tflops),
+        "memory_gb_per_s": nearest.memory_gb_per_s,
+        **links,
+        "devices_per_node": nearest.devices_per_node,
+        "host_gb_per_s": nearest.host_gb_per_s,
+        "watts": nearest.watts,
+    }
+    lines = "\n".join(f"  {name}: {json.dumps(value)}" for name, value in numbers.items())
+    stem = re.sub(r"[^a-z0-9]+", "-", given_name.lower()).strip("-") or "device"
+    return (
+        f"For another device write its datasheet's numbers into a file and give --hardware {stem}.yaml; those of "
+        f"{nearest.name} are\n{lines}"
+    )
+
+
 def _unknown(given_name: str) -> str:
-    device = device_name(given_name)
     chips = {name: device_name(name).chip for name in DEVICES}
-    near = next((name for name, chip in chips.items() if chip == device.chip), device.text)
     names = {*DEVICES, *(chip for name, chip in chips.items() if chip != name.replace("-", ""))}
-    return unknown("hardware", given_name, names, like=near)
+    return unknown("hardware", given_name, names, like=_nearest(given_name).name)
+
+
+def _nearest(given_name: str) -> Hardware:
+    """The device with the most similar chip, of the memory that is nearest to the name's."""
+    device = device_name(given_name)
+    chips = [device_name(name).chip for name in DEVICES]
+    (chip,) = get_close_matches(device.chip, chips, n=1, cutoff=0.0) or chips[:1]
+    alike = [hardware for hardware in DEVICES.values() if device_name(hardware.name).chip == chip]
+    wanted = alike[0].memory_gib if device.memory_gb is None else device.memory_gb
+    return min(alike, key=lambda hardware: abs(hardware.memory_gib - wanted))
 
 
 def _most_common(name: str, device: DeviceName, matches: Sequence[Hardware]) -> Hardware:

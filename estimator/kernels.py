@@ -62,6 +62,9 @@ _A100 = Products(
     tflops=312.0,
 )
 _OTHER = replace(_A100, watts=None)  # of other vendors
+_CDNA3 = replace(_OTHER, sustained=0.60)
+"""AMD's MI300: with 0.60 a Llama of 8B on one MI300X in bf16 takes 1.36 times as long as on an H200, where 1.32 to 1.40 were
+measured (github.com/alpharomercoma/MI300X-vs-H200, REPORT.md; vendors' training containers)."""
 _H100 = Products(
     rate=0.880,
     lost=196.0,
@@ -88,8 +91,12 @@ MEASURED = {"a100": _A100, "h100": _H100, "b200": _B200}
 _LIKE: dict[str, tuple[Products, int]] = {
     "v100": (_OTHER, 80), "t4": (_OTHER, 40), "a10g": (_OTHER, 80), "rtxa6000": (_OTHER, 84), "l4": (_OTHER, 58),
     "l40": (_OTHER, 142), "l40s": (_OTHER, 142), "rtx4090": (_OTHER, 128), "rtx5090": (_OTHER, 170), "h200": (_H100, 132),
-    "h20": (_H100, 78), "gb200": (_B200, 148), "b300": (_B200, 148), "gb300": (_B200, 148), "mi300x": (_OTHER, 304),
-    "mi325x": (_OTHER, 304),
+    "h20": (_H100, 78), "gb200": (_B200, 148), "b300": (_B200, 148), "gb300": (_B200, 148), "mi300x": (_CDNA3, 304),
+    "mi325x": (_CDNA3, 304), "mi250": (_CDNA3, 104), "mi355x": (_CDNA3, 256), "gaudi2": (_CDNA3, 24), "gaudi3": (_CDNA3, 64),
+    "rtx3080": (_OTHER, 68), "rtx3090": (_OTHER, 82), "rtx4070": (_OTHER, 46), "rtx4080": (_OTHER, 76),
+    "rtx4070laptop": (_OTHER, 36), "rtx4080laptop": (_OTHER, 58), "rtx4090laptop": (_OTHER, 76), "rtx5080": (_OTHER, 84),
+    "rtxa5000": (_OTHER, 64), "rtx6000ada": (_OTHER, 142), "a10": (_OTHER, 72), "a40": (_OTHER, 84), "a800": (_A100, 108),
+    "h800": (_H100, 132),
 }  # fmt: skip
 """Devices whose products were not measured, with the chip of their generation and their number of multiprocessors."""
 _ACHIEVED = {"a100": 0.87, "h100": 0.80, "b200": 0.78}
@@ -105,7 +112,7 @@ def _sustained(base: Products, watts: float | None, tflops: float) -> float:
     if base.watts is None or watts is None:
         return base.sustained
     dynamic = max(watts - STATIC * base.watts, 0.05 * watts) / (1 - STATIC) / base.watts
-    return float(min(1.0, base.sustained * (dynamic * base.tflops / tflops) ** (1 / 3)))
+    return float(min(1.0, base.sustained * (dynamic * base.tflops / tflops) ** 0.42))
 
 
 @lru_cache(maxsize=256)
@@ -134,6 +141,14 @@ def products_of(hardware: Hardware) -> Products:
     return _products(chip, hardware.achievable, hardware.watts, hardware.rate("bf16") / 1e12)
 
 
+def kinship(hardware: Hardware) -> str:
+    """`measured`, if trainings or kernels of the device were measured; `sibling`, if those of its generation; otherwise
+    `foreign`."""
+    if hardware.unmeasured is None:
+        return "measured"
+    return "foreign" if products_of(hardware).watts is None else "sibling"
+
+
 def product_seconds(
     m: "np.ndarray | float", n: "np.ndarray | float", k: "np.ndarray | float", *, width: float, peak: float, bandwidth: float,
     like: Products, share: float,
@@ -159,8 +174,8 @@ def product_seconds(
 
 ATTENTION_SHARES: dict[str, dict[str, float]] = {
     "flash1": {"a100": 0.38, "h100": 0.22},
-    "flash2": {"a100": 0.60, "h100": 0.37, "b200": 0.25},
-    "flash3": {"a100": 0.60, "h100": 0.46, "b200": 0.52},
+    "flash2": {"a100": 0.60, "h100": 0.37, "b200": 0.25, "mi300": 0.25},
+    "flash3": {"a100": 0.60, "h100": 0.46, "b200": 0.52, "mi300": 0.25},
 }
 """Share of the peak rate that forward and backward together reach with heads of 128 and long causal sequences; by the kernel's
 generation and the chip's. cuDNN's and Transformer Engine's kernels are `flash3`."""
@@ -169,7 +184,7 @@ _OF_IMPLEMENTATIONS = {"sdpa": "flash3", "flash_attention_3": "flash3"}
 FlashAttention 2 (`sdpa` in docs/gpus.md)."""
 HALF_LENGTH = 450.0
 """Sequence length in tokens at which attention has half of that rate."""
-_GENERATIONS = {"v100": "a100", "h": "h100", "b": "b200", "gb": "b200", "rtx5": "b200"}
+_GENERATIONS = {"v100": "a100", "h": "h100", "b": "b200", "gb": "b200", "rtx5": "b200", "mi": "mi300", "gaudi": "mi300"}
 
 
 def kernel_of(implementation: str) -> str:

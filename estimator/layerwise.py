@@ -62,7 +62,7 @@ LASTING = (
     "checkpoints",
 )
 """Terms of memory that are additive over blocks."""
-NOT_OF_BLOCKS = ("bubble", "fixed", "stalls", "allocator retries")
+NOT_OF_BLOCKS = ("bubble", "fixed", "stalls")
 """Terms of time that are not additive over blocks."""
 
 

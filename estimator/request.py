@@ -60,6 +60,7 @@ def estimate_request(
     *,
     memory_limit_mib: float | None = None,
     framework: str = "redline",
+    assume: Mapping[str, Any] | None = None,
     like: EstimateRequest | None = None,
     before_tracing: Callable[[], None] = lambda: None,
     **arguments: Any,
@@ -71,6 +72,7 @@ def estimate_request(
         hardware: a name in the table, a YAML file, or `Hardware`; None for this machine.
         memory_limit_mib: of a device; None for its memory.
         framework: the trainer: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
+        assume: facts of its software that differ: fields of `TrainingSetup`, such as `overlap_experts`.
         like: an earlier request of the same model and data, which is not built and traced again.
         before_tracing: called before a model is built, which takes seconds, if its facts are not in the cache.
         arguments: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
@@ -79,11 +81,11 @@ def estimate_request(
     Raises:
         UsageError: one of them is unknown or impossible.
     """
-    trainer = find_trainer(framework)
+    trainer = find_trainer(framework).assuming(assume or {})
     request = TrainingRequest(target, **arguments)
     request.check_values()
     machine, count = machine_of(hardware, request.devices)
-    notes: tuple[str, ...] = (machine.note,) if machine.note else ()
+    notes = tuple(filter(None, (machine.note, machine.unmeasured)))
     length: int | None
     total: int | None
     model: FactsSource | Workload

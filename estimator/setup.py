@@ -7,6 +7,7 @@ from ..base.errors import UsageError, unknown
 from ..knobs.meaning import BUCKET_MIB, FORMATS
 from ..knobs.strategy import OFFLOADS
 from ..models.parallel import PIPELINES
+from .facts.recomputed_modules import modules_of
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
 """Number of states of a parameter in each optimizer, each of the size of the master weights."""
@@ -110,6 +111,9 @@ class TrainingSetup:
     """Size of a gradient bucket, MiB."""
     recompute_attention: bool = False
     """Selective recomputation: scores of eager attention are never kept (arXiv:2205.05198)."""
+    recompute_modules: str | None = None
+    """Modules that blocks recompute in backward, such as `moe_act+layernorm`: names of Megatron-LM's `--recompute-modules`
+    (`estimator/facts/recomputed_modules.py`). Only of models that are counted from their shape."""
     keeps_products: bool = False
     """True if blocks that are not recomputed as a whole keep their inputs, attention and every other product, and recompute the
     rest, as torchtitan's selective checkpointing does."""
@@ -130,6 +134,17 @@ class TrainingSetup:
     rows_once_a_node: bool = False
     """True if a token is sent once to each node with some of its experts and distributed there, as by DeepEP's kernels, rather
     than once to each of its experts."""
+    overlap_experts: bool = False
+    """True if the exchange of rows between experts overlaps with products of another micro-batch, as by Megatron-LM's
+    `--overlap-moe-expert-parallel-comm` or DualPipe."""
+    balanced_experts: bool = False
+    """True if all experts get equally many rows, as by Megatron-LM's `--moe-router-force-load-balancing`, with which recipes are
+    measured."""
+    retries: bool = True
+    """True if the allocator may have to free and allocate again on a nearly full device; False with expandable segments."""
+    early_kernels: bool | None = None
+    """True if kernels for Blackwell are those of libraries before November 2025, which were slower (`Constants.early_kernels`).
+    None: True on B200 and GB200 in bf16 and fp8."""
     separate_experts: bool = False
     """True if the host launches each expert's product by itself, as in Transformer Engine's GroupedLinear, rather than one
     grouped product of all."""
@@ -185,6 +200,7 @@ class TrainingSetup:
             raise UsageError(f"TrainingSetup: {unknown('reported_rank', self.reported_rank, _REPORTED)}")
         if self.loss not in (None, *LOSSES):
             raise UsageError(f"TrainingSetup: {unknown('loss', self.loss, LOSSES)}")
+        modules_of(self.recompute_modules)
         if self.attention_kernel not in (None, *ATTENTION_KERNELS):
             raise UsageError(f"TrainingSetup: {unknown('attention_kernel', self.attention_kernel, ATTENTION_KERNELS)}")
         if self.products not in (None, *PRODUCTS):

@@ -3,10 +3,11 @@
 Source: pipelines, Narayanan et al., arXiv:2104.04473.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from .facts.model_facts import Rebuilt
 from .links import TimedRank, boundary_width, residual_bytes
 from .sequences import ring_waits
 from .stages import crossings, idle_slot
@@ -27,6 +28,8 @@ class Slot:
     """All products and attention, recomputed ones included."""
     launches: np.ndarray
     """Time that device and links wait for the host."""
+    slow_host: np.ndarray
+    """Further time that they would wait for a host that is slower by one standard deviation."""
     tensor: np.ndarray
     """Collectives of tensor parallelism."""
     exchange: np.ndarray
@@ -84,6 +87,10 @@ def slot_of(rank: TimedRank, work: Work) -> Slot:
     forward = work.matmul + work.attention + work.memory
     computed = work.matmul_back + work.attention_back
     backward = computed + work.memory_back
+    if rank.setup.overlap_experts and rank.links.uses["ep"]:
+        # Exchanges of one micro-batch overlap with both passes of another one.
+        most = rank.links.constants.max_overlap
+        rows = np.maximum(rows - most * (forward + backward) / 2, (1 - most) * rows)
     there = exchange + around + rows + late * work.experts
     home = exchange + around_back + rows + late * work.experts_back
     ahead = pairs * pair
@@ -95,11 +102,21 @@ def slot_of(rank: TimedRank, work: Work) -> Slot:
         rebuilt = rebuilt + unrecomputed * (work.matmul / 2 + work.memory)
         of_products = of_products + unrecomputed * work.matmul / 2
         again = blocks + (1 - blocks) * ratio
+    if any(part.rebuilt != Rebuilt() for part in rank.parts):
+        whole = 1 - ratio
+        products, attention, traffic, exchanged = (
+            whole * np.array([[getattr(part.rebuilt, field.name)] for part in rank.parts]) for field in fields(Rebuilt)
+        )
+        repeated = products * work.matmul + attention * work.attention
+        rebuilt, of_products = rebuilt + repeated + traffic * work.memory, of_products + repeated
+        home = home + exchanged * rows
     links = back + ratio * (ahead + there) + home
     host = work.host + pairs * start
     host_back = (2 + again) * work.host + pairs * (1 + regathered / 2 + ratio) * start
-    slack = np.maximum(host - forward - ahead - there, 0.0)
-    slack_back = np.maximum(host_back - backward - rebuilt - links, 0.0)
+    busy, busy_back = forward + ahead + there, backward + rebuilt + links
+    slack, slack_back = np.maximum(host - busy, 0.0), np.maximum(host_back - busy_back, 0.0)
+    slower = np.exp(rank.links.constants.launch_std)
+    slow = np.maximum(slower * host - busy, 0.0) + np.maximum(slower * host_back - busy_back, 0.0) - slack - slack_back
 
     def total(seconds: np.ndarray) -> np.ndarray:
         return (counts * seconds).sum(axis=0)
@@ -111,12 +128,13 @@ def slot_of(rank: TimedRank, work: Work) -> Slot:
         again=total(rebuilt),
         products=total(work.matmul + work.attention + computed + of_products),
         launches=total(slack + slack_back),
+        slow_host=total(slow),
         tensor=total(ahead + back + ratio * ahead),
         exchange=total((1 + ratio) * (exchange + around) + exchange + around_back),
         rows=total((2 + ratio) * rows),
         uneven=total(late * ((1 + ratio) * work.experts + work.experts_back)),
-        forward=total(forward + ahead + there + slack),
-        backward=total(backward + rebuilt + links + slack_back),
+        forward=total(busy + slack),
+        backward=total(busy_back + slack_back),
         of_weights=total(work.matmul_back - work.matmul),
     )
 

@@ -39,15 +39,17 @@ TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel",
     "sequence exchange", "expert exchange", "expert imbalance", "data parallel",
     "parameter gathers", "pipeline transfers", "bubble", "optimizer", "offload", "stalls",
-    "allocator retries", "fixed",
+    "fixed",
 )  # fmt: skip
 """Names of the terms, in the order of the breakdown."""
+SLOW_HOST = "slow host"
+"""Name of the additional time of a step on a host that is slower by one standard deviation, which is not part of the step."""
 BINDS = {
     "matmul": "compute", "attention": "compute", "recomputation": "compute",
     "memory-bound": "memory bandwidth", "optimizer": "memory bandwidth", "launches": "launches",
     "fixed": "launches", "tensor parallel": "links", "sequence exchange": "links", "data parallel": "links",
     "parameter gathers": "links", "expert exchange": "links", "expert imbalance": "compute",
-    "pipeline transfers": "links", "offload": "links", "stalls": "links", "allocator retries": "allocator retries",
+    "pipeline transfers": "links", "offload": "links", "stalls": "links",
     "bubble": "bubble",
 }  # fmt: skip
 """Cause that is reported if a term is the largest."""
@@ -59,13 +61,13 @@ def step_time(
 ) -> Mapping[str, np.ndarray]:  # fmt: skip
     """Terms of one optimizer step, ms, by their names in `TIME_TERMS`; arrays of len(cols).
 
-    They sum to the step. `fixed` is infinite if a model has fewer blocks than stages.
+    They sum to the step; `SLOW_HOST` is a further one. `fixed` is infinite if a model has fewer blocks than stages.
 
     Args:
         division: `stages.divided` of these configurations, if known.
     """
     size = len(cols)
-    terms_ms = {name: np.zeros(size) for name in TIME_TERMS}
+    terms_ms = {name: np.zeros(size) for name in (*TIME_TERMS, SLOW_HOST)}
     terms_ms["fixed"][:] = np.inf
     equal_stages, cuts = divided(facts, cols, setup.balance) if division is None else division
     timed_stages: list[_Timed] = []
@@ -96,11 +98,11 @@ def step_time(
         _share_cores(timed_stages, size)
     most = np.full(size, -np.inf)
     for timed in timed_stages:
-        total = reduce(np.add, timed.terms.values())
+        total = reduce(np.add, (timed.terms[name] for name in TIME_TERMS))
         slower = total > most[timed.indices]
         slowest = timed.indices[slower]
         most[slowest] = total[slower]
-        for name in TIME_TERMS:
+        for name in terms_ms:
             terms_ms[name][slowest] = timed.terms[name][slower] * 1e3
     return terms_ms
 
@@ -197,6 +199,7 @@ def _terms(
         "memory-bound": accum * slot.memory,
         "recomputation": accum * slot.again,
         "launches": accum * slot.launches,
+        SLOW_HOST: accum * slot.slow_host,
         "tensor parallel": accum * slot.tensor,
         "sequence exchange": accum * slot.exchange,
         "expert exchange": accum * slot.rows,
@@ -208,7 +211,6 @@ def _terms(
         "optimizer": update_seconds(rank),
         "offload": offload_seconds(rank),
         "stalls": _stalls(rank.cols, rank.links.hardware, rank.links.constants),
-        "allocator retries": none,
         "fixed": none + rank.links.constants.step_ms * 1e-3,
     }
 

@@ -5,7 +5,8 @@ file or a configuration take precedence.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import Any
 
 from ..base.errors import UsageError, unknown
@@ -14,7 +15,7 @@ from ..knobs.strategy import STANDARD
 from ..models.architecture import STATED
 from .constants import Constants
 from .facts.model_facts import Shape
-from .hardware import Hardware
+from .hardware import Hardware, device_name
 from .setup import TrainingSetup
 
 
@@ -31,6 +32,40 @@ class Trainer:
     """Constants that differ from redline's."""
     builds: bool = False
     """True if it builds models from its own modules rather than transformers'."""
+    earlier: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    """Fields of `TrainingSetup` that differ before a version, by that version; the latest first."""
+
+    def of_version(self, version: str) -> "Trainer":
+        """The facts of a version such as `25.09`.
+
+        Raises:
+            UsageError: it is not a version, or the trainer's facts have none.
+        """
+        parts = version.split(".")
+        if not self.earlier or not all(part.isdigit() for part in parts):
+            versions = ", ".join(f"{major}.{minor:02}" for major, minor in self.earlier) or "none"
+            raise UsageError(
+                f"framework {self.name}@{version}: a version has numbers, such as 25.11; facts change with {versions}"
+            )
+        number = (int(parts[0]), int(parts[1]) if len(parts) > 1 else 0)
+        changes = [facts for first, facts in self.earlier.items() if number < first]
+        return replace(self, own=reduce(lambda own, facts: {**own, **facts}, changes, dict(self.own)))
+
+    def assuming(self, facts: Mapping[str, Any]) -> "Trainer":
+        """The trainer with these fields of `TrainingSetup` instead of its own.
+
+        Raises:
+            UsageError: a fact is unknown or a knob, or has an impossible value.
+        """
+        names = {field.name: field.type for field in fields(TrainingSetup) if field.name not in {*STANDARD, *_ASKED}}
+        for name, value in facts.items():
+            if name not in names:
+                raise UsageError(f"--assume: {unknown('fact', name, names)}")
+            if names[name] in ("bool", bool) and not isinstance(value, bool):
+                raise UsageError(f"--assume {name}: must be true or false, but got {value!r}")
+        assuming = replace(self, own={**self.own, **facts})
+        assuming.training()  # checks the values
+        return assuming
 
     @property
     def setup(self) -> dict[str, Any]:
@@ -63,6 +98,8 @@ class Trainer:
         return base.replace(**self.constants) if self.constants else base
 
 
+_ASKED = ("devices", "seq_len", "global_batch", "memory_limit_mib", "fixed", "pipeline")
+"""Fields of `TrainingSetup` that requests set, or that are knobs by another name."""
 _FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std": 0.25, "time_noise": 0.07,
            "network_noise": 0.14}  # fmt: skip
 """Smaller uncertainty of constants that were fitted to runs of a trainer."""
@@ -76,8 +113,8 @@ TRAINERS: Mapping[str, Trainer] = {
             own={"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True},
         ),
         Trainer(name="torchtitan", reads="torchtitan"),
-        Trainer(name="trainer", reads="trainer"),
-        Trainer(name="deepspeed", reads="deepspeed"),
+        Trainer(name="trainer", reads="trainer", constants={"launch_us": 15.0}),
+        Trainer(name="deepspeed", reads="deepspeed", constants={"software_std": 0.12, "launch_us": 15.0, "gather_us": 330.0}),
         Trainer(
             name="megatron",
             reads="megatron",
@@ -85,6 +122,25 @@ TRAINERS: Mapping[str, Trainer] = {
             own={"fusion": True},
             # The host's speed depends on the machine: some are up to three times slower.
             constants={**_FITTED, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
+        ),
+        # NVIDIA's recipes: HybridEP or DeepEP, exchanges behind products, a balanced router (docs/performance-summary.md of
+        # Megatron-Bridge); versions are those of the NeMo container.
+        Trainer(
+            name="megatron-bridge",
+            reads="megatron",
+            builds=True,
+            own={
+                "fusion": True,
+                "rows_once_a_node": True,
+                "overlap_experts": True,
+                "balanced_experts": True,
+                "early_kernels": False,
+            },
+            constants={**_FITTED, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
+            earlier={
+                (26, 0): {"overlap_experts": False, "balanced_experts": False},
+                (25, 11): {"rows_once_a_node": False, "early_kernels": True},
+            },
         ),
         Trainer(
             name="nanotron",
@@ -121,14 +177,15 @@ OWN = "weights, gradients and states of the optimizer in the formats that the kn
 
 
 def find_trainer(name: str) -> Trainer:
-    """The facts of a trainer.
+    """The facts of a trainer, `NAME` or `NAME@VERSION`; without a version those of the latest.
 
     Raises:
-        UsageError: no trainer has that name.
+        UsageError: no trainer has that name, or it has no versions.
     """
+    name, at, version = name.partition("@")
     if name not in TRAINERS:
         raise UsageError(unknown("framework", name, TRAINERS))
-    return TRAINERS[name]
+    return TRAINERS[name].of_version(version) if at else TRAINERS[name]
 
 
 def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
@@ -162,12 +219,36 @@ def numbers_of(shape: Mapping[str, Any] | None) -> Shape | None:
     )
 
 
-_LIKE = {"megatron-bridge": "megatron"}
+def under_facts(setup: TrainingSetup, hardware: Hardware, constants: Constants) -> dict[str, Any]:
+    """Constants that facts of a setup change: the balance of experts, retries, and the kernels' generation."""
+    changes: dict[str, Any] = {}
+    if setup.balanced_experts:
+        changes["expert_spread"] = 0.0
+    if not setup.retries:
+        changes["retry_factor"] = 1.0
+    if has_early_kernels(setup, hardware):
+        changes["matmul_efficiency"] = constants.matmul_efficiency * constants.early_kernels
+    return changes
+
+
+def has_early_kernels(setup: TrainingSetup, hardware: Hardware) -> bool:
+    """True on Blackwell, unless its kernels were measured or libraries are known to be later: formats with block scales, B300 and
+    GB300 came with later ones."""
+    chip = device_name(hardware.name).chip
+    if hardware.products is not None or not chip.startswith(("b2", "b3", "gb")):
+        return False
+    if setup.early_kernels is None:
+        return setup.products not in ("mxfp8", "nvfp4") and chip in ("b200", "gb200")
+    return setup.early_kernels
+
+
+_READ_AS = {"megatron-bridge": "megatron"}
+"""Frameworks whose files state what differs from a trainer."""
 
 
 def trainer_of(framework: str) -> Trainer:
     """The facts of a framework of `redline.frameworks`, or of the one that it builds on; the Trainer's if unknown."""
-    return TRAINERS.get(_LIKE.get(framework, framework), TRAINERS["trainer"])
+    return TRAINERS.get(_READ_AS.get(framework, framework), TRAINERS["trainer"])
 
 
 def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
@@ -204,6 +285,14 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
         notes.append("offloaded gradients are summed in host memory after every micro-batch")
     if setup.get("optimizer_dtype") not in (None, "fp32"):
         notes.append(f"states of the optimizer in {setup['optimizer_dtype']}")
+    for name, note in (
+        ("overlap_experts", "exchanges between experts overlap with products"),
+        ("balanced_experts", "all experts get equally many rows"),
+    ):
+        if setup.get(name):
+            notes.append(note)
+    if setup.get("early_kernels"):
+        notes.append("kernels for Blackwell are those of libraries before November 2025")
     if setup.get("bucket_copy"):
         notes.append("gradient buckets are memory beside the gradients")
     if setup.get("reserved_memory") is False:

@@ -55,7 +55,7 @@ def matmul_seconds(
         peak=peak,
         bandwidth=hardware.memory_gb_per_s * 1e9,
         like=like,
-        share=constants.matmul_efficiency * (constants.eight_bit_efficiency if narrow else 1.0),
+        share=constants.matmul_efficiency * (_narrow_efficiency(precision, constants)),
     )
     if item.experts > 1:
         group = item.experts / shared
@@ -82,6 +82,14 @@ rounding."""
 RING_MERGE = (18.0, 14.0)
 """Bytes moved for a number of attention's output for each block of keys in a ring: the forward pass scales it and adds the new
 part, in float32; the backward pass adds to the gradient of the queries."""
+
+
+def _narrow_efficiency(precision: str, constants: Constants) -> float:
+    """Share of the peak rate that products in narrow formats reach; 1 for other formats."""
+    if precision not in NARROW:
+        return 1.0
+    shares = {"mxfp8": constants.mxfp8_efficiency, "nvfp4": constants.nvfp4_efficiency}
+    return shares.get(precision, constants.eight_bit_efficiency)
 
 
 def memory_rate(hardware: Hardware, constants: Constants) -> float:
@@ -180,10 +188,18 @@ def part_work(
         # Fused kernels compute the scores again, a fifth product beside the four of backward.
         attention_back=zero + (2.0 if eager else 2.5) * attention,
         memory_back=memory_back,
-        host=launched * constants.launch_us * 1e-6,
+        host=launched * constants.launch_us * 1e-6 + _gathering(part, cols, constants),
         experts=products.experts,
         experts_back=products.experts_back,
     )
+
+
+def _gathering(part: Part, cols: KnobArrays, constants: Constants) -> "np.ndarray | float":
+    """Host seconds to gather the weights of a part's modules in one pass, where ZeRO 3 does that module by module."""
+    if not constants.gather_us or not part.parameters:
+        return 0.0
+    modules = sum(item.count for item in part.matmuls if item.experts == 1) + (2 if part.role == "block" else 0)
+    return np.where(cols.zero >= 3, modules * constants.gather_us * 1e-6, 0.0)
 
 
 def product_work(

@@ -248,7 +248,6 @@ def _predicted(made: Estimator, configs: list[Mapping[str, Any]]) -> tuple[pd.Da
     cols = knob_arrays(configs, made.training)
     raw = made._raw(cols)
     table = made._tabled(cols, raw)
-    time = {**raw[0], "allocator retries": table.breakdown["time.allocator retries"]}
     count = len(configs)
     return pd.DataFrame({
         "step": table.step_ms, "time_std": table.log_throughput_std, "throughput": table.throughput,
@@ -256,7 +255,7 @@ def _predicted(made: Estimator, configs: list[Mapping[str, Any]]) -> tuple[pd.Da
         "fullest": table.fullest_memory_mib, "fits": table.fits.astype(float), "chance": table.probability_fits,
         "seq_len": made.training.seq_len,
     }), Parts(
-        time=time_groups(time, leaves_node(cols, made.hardware.devices_per_node)),
+        time=time_groups(raw[0], leaves_node(cols, made.hardware.devices_per_node)),
         features=np.hstack([cols.features, np.full((count, 1), np.log2(made.training.seq_len or 1))]),
         memory=memory_groups(raw[1]),
         fullest=memory_groups(raw[2]),

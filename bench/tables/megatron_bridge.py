@@ -76,6 +76,7 @@ def read(path: Path, source: str) -> Rows:
         elif "long input" in words:
             about["model"] = "LLAMA2-7B"
         about["device"] = next((each for each in _SYSTEMS if re.search(rf"\b{each}\b", words)), "h100")
+        about["container"] = words
         about["precision"] = next((each for each in ("mxfp8", "nvfp4", "fp8", "bf16") if each in words), "fp8")
         yield from rows(table.rows, source, path.name, about)
 
@@ -108,7 +109,7 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
     sizes = batches(split["dp"], whole(cells.get("micro_batch"), 1), whole(cells.get("global_batch")), None)
     if pp * chunks > model.layers:
         chunks = model.layers // pp  # embedding and head counted as separate layers
-    several = pp > 1 and chunks > 1
+    several, hardware = pp > 1 and chunks > 1, find_hardware(_SYSTEMS[system])
     word = (cells.get("precision") or about.get("precision", "")).lower()
     if not word:
         raise Left("the precision is not stated")
@@ -130,17 +131,27 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
         source=source,
         where=where,
         model=model,
-        hardware=find_hardware(_SYSTEMS[system]),
-        framework="megatron",
-        setup={"seq_len": seq_len, **recipe_setup(precision, tp, pp, row.get("container", ""))},
+        hardware=hardware,
+        framework=trainer_at(row.get("container") or about.get("container", "")),
+        setup={
+            "seq_len": seq_len,
+            **recipe_setup(precision, tp, pp, several and ep <= hardware.devices_per_node),
+        },
         config=config,
         choices=_open(pp, model.layers, "chunks" in cells or pp == 1),
         step_ms=step_of(config, seq_len, tokens_per_device=rate),
     )
 
 
-def recipe_setup(precision: str, tp: int, pp: int, container: str) -> dict[str, Any]:
-    """Returns the fields of the setup that NVIDIA's recipes share, for a container such as `26.02 NeMo Container`."""
+def trainer_at(container: str) -> str:
+    """Returns the trainer of a container such as `26.02 NeMo Container`, of 2025's first ones where none is stated."""
+    version = re.search(r"\b2\d\.\d\d\b", container)
+    return f"megatron-bridge@{version[0] if version else '25.02'}"
+
+
+def recipe_setup(precision: str, tp: int, pp: int, hidden: bool) -> dict[str, Any]:
+    """Returns the fields of the setup that NVIDIA's recipes share; `hidden` if exchanges of experts can be hidden: in interleaved
+    pipelines, within a node."""
     return {
         "loss": "fused",
         "gradient_dtype": "bf16",
@@ -148,7 +159,7 @@ def recipe_setup(precision: str, tp: int, pp: int, container: str) -> dict[str, 
         "overlap_gathers": True,
         "overlap_transfers": pp > 1,
         "overlap_tensor": tp > 1,
-        "rows_once_a_node": True,
+        **({} if hidden else {"overlap_experts": False}),
         **({} if precision == "bf16" else {"products": precision}),
     }
 

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,7 @@ from . import (
     torchtitan,
     torchtune,
 )
-from .form import Left, Run, check_source, read_markdown
+from .form import Left, Run, check_source, read_csv, read_markdown
 
 FORMS: tuple[ModuleType, ...] = (
     surfaces, mosaic_fsdp, megatron_golden, ibm_fms, alpa, oneflow, atorch, torchtitan, torchtune, megatron_bridge, stated,
@@ -66,7 +67,12 @@ def read_source(folder: Path, name: str) -> Source:
     for path in sorted(each for each in folder.rglob("*") if each.suffix in SUFFIXES and each.is_file()):
         form = form_of(path)
         if form is None:
-            out.left.append(f"{path.name}: its form is unknown")
+            lines: list[int] = []
+            with suppress(OSError, csv.Error):
+                lines = [line for line, _ in read_csv(path)] if path.suffix == ".csv" else []
+            out.left += [f"{path.name}:{line}: its form is unknown" for line in lines] or [
+                f"{path.name}: its form is unknown"
+            ]
             continue
         out.inferred += tuple(each for each in form.INFERRED if each not in out.inferred)
         for found in _rows(form, path, name):

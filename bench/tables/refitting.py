@@ -41,6 +41,9 @@ Scales = Mapping[str, float]
 LIMITED = {each: f"power, {each}" for each in (OLDER, HOPPER, BLACKWELL)}
 FIELDS = {
     "8 bits": "eight_bit_efficiency",
+    "8 bits in blocks": "mxfp8_efficiency",
+    "4 bits": "nvfp4_efficiency",
+    "early kernels": "early_kernels",
     "memory": "bandwidth_efficiency",
     "links": "link_efficiency",
     "network": "network_efficiency",
@@ -105,13 +108,14 @@ def _log_steps(settled: Source, scales: Scales) -> np.ndarray:
     return np.log(np.where(np.isfinite(steps), steps, np.nan))
 
 
-def fitted(sources: Iterable[FittedSource]) -> Scales:
-    """Returns the factors that predict these sources best."""
+def fitted(sources: Iterable[FittedSource], without: str | None = None) -> Scales:
+    """Returns the factors that predict these sources best, without the rows of a device."""
     from scipy.optimize import minimize
 
-    some = [
-        (each.error[each.usable], each.slopes[each.usable]) for each in sources if each.source.name not in NOT_FITTED
+    used = [
+        (each, each.usable & (each.judged.groups != without)) for each in sources if each.source.name not in NOT_FITTED
     ]
+    some = [(each.error[rows], each.slopes[rows]) for each, rows in used]
     some = [(error, slopes) for error, slopes in some if len(error)]
 
     def loss(x: np.ndarray) -> float:
@@ -137,7 +141,7 @@ def by_trainer(folder: Path) -> list[Source]:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A source that is left out of the fit."""
+    """A source or a device that is left out of the fit."""
 
     name: str
     rows: int
@@ -147,18 +151,35 @@ class LeftOut:
     """The same with constants fitted to all sources."""
     out: float
     """The same with constants fitted to all others."""
+    bias: float
+    """Median of predicted over measured, less 1, with those."""
+    cover: float
+    """Share of the rows within their 80 % intervals, with those; a device is one without measured runs."""
     scales: Scales
     """Factors of the constants fitted to all others."""
 
 
 def leave_out(sources: Iterable[Source]) -> tuple[list[LeftOut], Scales]:
-    """Returns each source predicted with constants fitted to the others, and the factors fitted to all."""
+    """Returns each source, then each device, predicted with constants fitted to the others, and the factors fitted to all."""
     found = [each for each in map(held, sources) if each.usable.any()]
     whole = fitted(found)
+    parts = [(each.source, fitted(other for other in found if other is not each)) for each in found]
+    devices = dict.fromkeys(run.hardware.name for each in found for run in each.source.runs if run.step_ms)
+    for device in devices:
+        runs = [
+            replace(run, hardware=run.hardware.replace(measured_runs=0))
+            for each in found
+            for run in each.source.runs
+            if run.hardware.name == device and each.source.name not in NOT_FITTED
+        ]
+        if runs:
+            parts.append((Source(device, runs), fitted(found, without=device)))
     out = []
-    for each in found:
-        scales = fitted(other for other in found if other is not each)
-        errors = [judge(each.source, constants_of(some)).errors() for some in ({}, whole, scales)]
+    for source, scales in parts:
+        errors = [judge(source, constants_of(some)).errors() for some in ({}, whole, scales)]
         medians = [error["time_median"] for error in errors]
-        out.append(LeftOut(each.source.name, int(errors[0]["time_rows"]), *medians, scales))
+        last = errors[-1]
+        out.append(
+            LeftOut(source.name, int(last["time_rows"]), *medians, last["time_bias"], last["time_cover"], scales)
+        )
     return out, whole

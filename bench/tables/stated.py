@@ -10,7 +10,7 @@ from typing import Any
 from redline.estimator import find_hardware
 
 from .form import Left, Rows, Run, batches, degrees, number, read_csv, spread_of, whole
-from .megatron_bridge import RECOMPUTED, recipe_setup
+from .megatron_bridge import RECOMPUTED, recipe_setup, trainer_at
 from .models import model_of
 
 INFERRED = (
@@ -18,6 +18,7 @@ INFERRED = (
     "version is stated, and with experts of a fixed capacity of 1 where the source is NeMo's recipe of Grok-1",
     "other rows are fine-tuning by transformers' Trainer with fused attention: DeepSpeed where a ZeRO stage is stated, bf16 "
     "weights with fp32 master weights and states under DeepSpeed, autocast over fp32 weights otherwise",
+    "Qwen's full fine-tuning is that of its finetune_ds.sh, ZeRO 3 on one device too",
     "memory is what PyTorch's allocator reserved, 1e9 bytes; meas_s of fine-tuning is that of a step of all its micro-batches",
     "left out: adapters, quantised weights",
 )
@@ -47,7 +48,7 @@ def _recipe(row: dict[str, str], source: str, where: str) -> Run:
     if not precision:
         raise Left("the precision is not stated")
     chunks = min(chunks, model.layers // pp)
-    several = pp > 1 and chunks > 1
+    several, hardware = pp > 1 and chunks > 1, find_hardware(row["hw"])
     capacity = {"capacity_factor": 1.0} if "grok" in model.name else {}
     config = {
         **split, **batches(split["dp"], micro, whole(row.get("gbs")), whole(row.get("ga"))), **spread, **capacity,
@@ -58,9 +59,12 @@ def _recipe(row: dict[str, str], source: str, where: str) -> Run:
         source=source,
         where=where,
         model=model,
-        hardware=find_hardware(row["hw"]),
-        framework="megatron",
-        setup={"seq_len": seq_len, **recipe_setup(precision, tp, pp, row.get("container") or "25")},
+        hardware=hardware,
+        framework=trainer_at(" ".join(row.get(name, "") for name in ("container", "version", "framework"))),
+        setup={
+            "seq_len": seq_len,
+            **recipe_setup(precision, tp, pp, several and ep <= hardware.devices_per_node),
+        },
         config=config,
         choices=_ratio(row) or RECOMPUTED,
         step_ms=seconds * 1e3,
@@ -79,10 +83,15 @@ def _fine_tuning(row: dict[str, str], source: str, where: str) -> Run:
     if row.get("quant", "").strip():
         raise Left("quantised weights")
     devices, seq_len, micro = whole(row["gpus"]), whole(row["seq"]), whole(row.get("mb"))
+    qwen = "qwenlm/qwen" in row.get("source", "").lower()
     if devices is None or seq_len is None or micro is None:
         raise Left("devices, sequence or micro-batch is not stated")
     status = row.get("status", "ok").strip().lower() or "ok"
-    seconds, memory, zero = number(row.get("meas_s")), number(row.get("meas_gib")), whole(row.get("zero"), 0)
+    seconds, memory, zero = (
+        number(row.get("meas_s")),
+        number(row.get("meas_gib")),
+        whole(row.get("zero"), 3 if qwen else 0),
+    )
     if status == "ok" and seconds is None and memory is None and "status" not in row:
         raise Left("it has no measurement")
     if "offload" in row.get("note", "").lower():
@@ -94,7 +103,7 @@ def _fine_tuning(row: dict[str, str], source: str, where: str) -> Run:
         hardware=find_hardware(row["hw"]),
         framework="deepspeed" if zero else "trainer",
         setup={"seq_len": seq_len, "attention": "flash_attention_2"},
-        config={"tp": 1, "pp": 1, "dp": devices, "zero": zero if devices > 1 else 0, "micro_batch": micro,
+        config={"tp": 1, "pp": 1, "dp": devices, "zero": zero, "micro_batch": micro,
                 "grad_accum": whole(row.get("ga"), 1), "checkpoint_ratio": min(number(row.get("ckpt")) or 0.0, 1.0)},
         step_ms=seconds * 1e3 if seconds and status == "ok" else None,
         memory_mib=memory * 1e9 / 1024**2 if memory and status == "ok" else None,

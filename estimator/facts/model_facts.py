@@ -75,6 +75,18 @@ class PerToken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rebuilt:
+    """Shares of a part's forward that backward repeats although the part is not recomputed as a whole."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    """Of what the memory bandwidth bounds."""
+    exchange: float = 0.0
+    """Of the exchange of rows between experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """A module that occurs once, or `count` identical modules (the repeated block)."""
 
@@ -119,6 +131,8 @@ class Part:
     chunk: int = 0
     """Tokens that are processed at a time, 0 for all at once: `transient` is that of one chunk, or of half a micro-batch if that
     is less, and `kernels` are launched for every chunk."""
+    rebuilt: Rebuilt = Rebuilt()
+    """What backward repeats of an instance that is not checkpointed."""
     transient_fixed: float = 0.0
     """Bytes live in addition to `transient` independent of the batch, divided like it: the gradient of a weight that forward
     computes, before it is added to that of earlier micro-batches."""
@@ -441,7 +455,7 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
     dense_inner, inner, shared = _inner(shape), shape.expert_intermediate or _inner(shape), shape.shared_intermediate
     weights, bias = (gates + 1) * h, gates if shape.biases else 0
     # Inputs and results of the experts, those between their products, and the router's logits and shares in fp32.
-    kept_bytes = _kept_inside(shape, b, lean)
+    kept_bytes = kept_inside(shape, b, lean)
     rows, router = float(chosen * b * 2 * h), 8.0 * count
     moved = float(chosen * 4 * b * h)
     matmuls = [
@@ -486,7 +500,7 @@ def _inner(shape: Shape) -> int:
     return shape.intermediate or 4 * shape.hidden
 
 
-def _kept_inside(shape: Shape, b: int, lean: bool) -> float:
+def kept_inside(shape: Shape, b: int, lean: bool) -> float:
     """Bytes kept for an element between the products of a feed-forward network. SwiGLU keeps gate, up, act(gate) and the product;
     fused, it recomputes act(gate). GELU keeps its input and output."""
     return float(b * ((3 if lean else 4) if shape.gated else 2))
@@ -527,7 +541,7 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, 
         sharded += 4 * heads  # log-sum-exp of a query's scores
     if not lean and kv_heads < heads and not fused_attention:
         sharded += b * 2 * (q - k)  # keys and values repeated for every query head
-    sharded += int(inner * _kept_inside(shape, b, lean))
+    sharded += int(inner * kept_inside(shape, b, lean))
     # fp32 softmax, its copy in the precision of the product, dropout's mask and output.
     scores = 0.0 if fused_attention else float((b if lean else 4 + (b if b == 2 else 0)) + mask * (1 + b))
 

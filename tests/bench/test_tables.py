@@ -164,7 +164,7 @@ def test_a_folder_of_sources_is_read_and_a_name_that_is_not_there_is_refused(tab
     (tmp_path / "kernels").mkdir()
     found = {each.name: each for each in tables.read_tables(tmp_path)}
     assert set(found) == {"one", "other"}
-    assert found["other"].runs == [] and found["other"].left == ["what.csv: its form is unknown"]
+    assert found["other"].runs == [] and found["other"].left == ["what.csv:2: its form is unknown"]
     with pytest.raises(UsageError, match="no source 'two': there are one, other"):
         tables.read_tables(tmp_path, ["two"])
     assert [each.name for each in tables.read_tables(tmp_path / "one")] == ["one"]
@@ -226,7 +226,10 @@ def test_a_source_that_is_left_out_is_predicted_by_what_the_others_say(tables):
     other = _as_if(tables, {}, "other", "a100_80gb")
     found, whole = refitting.leave_out([*alike, other])
     assert whole[power] == pytest.approx(0.9, abs=0.02)
-    one, _, last = found
+    (one, _, last), devices = found[:3], found[3:]
+    assert [each.name for each in devices] == ["h100-80gb", "a100-80gb"]
+    # Without its rows an H100 keeps the package's power, and its interval is that of an unmeasured device.
+    assert devices[0].out > 0.05 and devices[0].bias < 0 and devices[0].cover == 1
     assert one.plain > 0.05 and one.out < 0.02 and one.together < 0.02
     assert one.scales[power] == pytest.approx(0.9, abs=0.02)
     # The other sources do not determine an A100's power, and hardly the constants that it shares with them.
@@ -240,7 +243,7 @@ def test_the_command_prints_a_line_for_each_source(tmp_path):
     command = [sys.executable, str(ROOT / "bench" / "estimator.py"), "--tables", str(tmp_path), "--seeds", "1"]
     done = subprocess.run([*command, "--source", "made"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    line = next(each for each in done.stdout.splitlines() if each.startswith("made"))
+    line = next(each for each in done.stdout.splitlines() if each.startswith("made "))
     assert line.split()[1:3] == ["1", "7"]
     done = subprocess.run([*command, "--source", "none"], capture_output=True, text=True)
     assert done.returncode == 1 and "there is no source 'none': there are made" in done.stderr

@@ -322,11 +322,6 @@ def test_sequence_parallelism_without_effect_is_noted_once():
     assert len([each for each in found.findings if "sequence-parallel" in each]) == 1
 
 
-def test_time_of_the_allocator_is_named_as_such():
-    found = check(read(CHECKPOINTED), "a100-80gb", memory_limit_mib=2048)
-    assert "allocator retries" in found.shares and "memory" not in found.shares
-
-
 def test_all_linear_of_a_mixture_is_its_linear_layers(tmp_path, recwarn):
     pytest.importorskip("peft")
     (tmp_path / "config.json").write_text(json.dumps({

@@ -41,7 +41,7 @@ def test_a_device_with_less_power_sustains_less_and_one_with_power_to_spare_all(
     h100, h20, b200, gb300 = (find_hardware(each) for each in ("h100-80gb", "h20-96gb", "b200", "gb300"))
     usual = products_of(h100).sustained
     # A quarter of 700 W is for memory and leakage; voltage rises with the clocks.
-    assert products_of(h100.replace(watts=500)).sustained == pytest.approx(usual * (325 / 525) ** (1 / 3))
+    assert products_of(h100.replace(watts=500)).sustained == pytest.approx(usual * (325 / 525) ** 0.42)
     assert products_of(h100.replace(watts=None)).sustained == usual
     assert products_of(h20).sustained == 1.0  # a seventh of the rate, and more than half of the power
     assert products_of(b200).sustained < products_of(gb300).sustained < 1.0
@@ -98,16 +98,59 @@ def test_an_ambiguous_device_name_is_resolved_with_a_note(name, device, message)
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("NVIDIA GeForce RTX 3090", "rtx-5090"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
-        ("NVIDIA A10", "a10g"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx-"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx-4090"),
+        ("NVIDIA RTX 4060 Ti 16GB", "rtx-4090"),
+        ("NVIDIA A16", "a10"),
         ("h100 96gb", "h100-80gb"),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-40gb"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a10"),
     ],
 )
 def test_another_chip_or_a_part_of_one_is_not_taken_for_its_like(name, nearest):
-    with pytest.raises(UsageError, match=f"unknown hardware '{name}'; did you mean '{nearest}'"):
+    with pytest.raises(UsageError, match=f"unknown hardware '{name}'; did you mean '{nearest}"):
         find_hardware(name)
+
+
+def test_the_file_that_an_unknown_name_asks_for_is_complete(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        find_hardware("NVIDIA RTX 4060 Ti 16GB")
+    text = str(caught.value)
+    assert "--hardware nvidia-rtx-4060-ti-16gb.yaml" in text
+    lines = [line for line in text.splitlines() if line.startswith("  ")]
+    made = find_hardware(written(tmp_path, "\n".join(line.strip() for line in lines), "nvidia-rtx-4060-ti-16gb.yaml"))
+    assert made.memory_gib == 16 and made.unmeasured is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "bf16"),
+    [
+        # Datasheets: dense rates with accumulation in fp32.
+        ("NVIDIA GeForce RTX 3090", 24, 71.0), ("RTX 3080", 10, 59.5), ("RTX 4090 Laptop GPU", 16, 79.4),
+        ("NVIDIA A800-SXM4-80GB", 80, 312.0), ("NVIDIA H800", 80, 989.4), ("RTX 5080", 16, 112.6),
+        ("NVIDIA RTX A5000", 24, 111.1), ("AMD Instinct MI355X", 288, 2516.6), ("Intel Gaudi 2", 96, 432.0),
+    ],
+)  # fmt: skip
+def test_devices_that_people_have_are_known(name, memory, bf16):
+    device = find_hardware(name)
+    assert device.rate("bf16") == pytest.approx(bf16 * 1e12)
+    assert 0.9 * memory * 1e9 / 2**30 < device.memory_gib <= memory
+
+
+def test_a_device_without_measured_runs_says_so_and_has_wider_intervals():
+    def spread(name):
+        shape = {"layers": 16, "hidden": 2048, "heads": 16, "intermediate": 5632, "vocabulary": 32000}
+        return Estimator(shape, name, {"devices": 8, "seq_len": 2048})({"micro_batch": 4})
+
+    h100, h200, mi300x = (spread(each) for each in ("h100-80gb", "h200-141gb", "mi300x"))
+    width = [math.log(each.step_ms_high / each.step_ms_low) for each in (h100, h200, mi300x)]
+    assert width[0] < width[1] < width[2]
+    assert find_hardware("h100-80gb").unmeasured is None
+    assert "no training on mi300x was measured" in find_hardware("mi300x").unmeasured
+    # A file that changes the rates describes another device; one that limits the power does not.
+    rates = {"fp32": 60.0, "bf16": 900.0}
+    card = Hardware.from_mapping({"base": "h100-80gb", "tflops": rates}, name="card", where="test")
+    slow = Hardware.from_mapping({"base": "h100-80gb", "watts": 500}, name="slow", where="test")
+    assert card.unmeasured is not None and slow.unmeasured is None
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "NVIDIA Graphics Device", "80GB", "pcie"])

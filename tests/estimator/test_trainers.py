@@ -1,5 +1,6 @@
 """Facts of other trainers change memory and time as expected; an unknown trainer is refused."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -170,3 +171,82 @@ def test_a_trainer_that_builds_models_by_itself_has_no_modules_of_transformers()
     made = built(shape_of(latent.model), find_trainer("megatron"))
     assert made.facts(precision="bf16", attention="sdpa", fusion=True).parameters == 671_026_404_352
     assert (made.head_dim, made.rope_head_dim, made.v_head_dim, made.dense_layers) == (128, 64, 128, 3)
+
+
+# Qwen3-235B's block, 8 layers of it.
+MIXTURE = {"layers": 8, "hidden": 4096, "heads": 64, "kv_heads": 4, "head_dim": 128, "intermediate": 12288, "vocabulary": 151936,
+           "experts": 128, "experts_per_token": 8, "expert_intermediate": 1536}  # fmt: skip
+SPREAD = {"ep": 32, "dp": 64, "micro_batch": 1, "grad_accum": 8, "zero": 1, "checkpoint_ratio": 1.0}
+
+
+def recipe(hardware="gb200", framework="megatron-bridge", **facts):
+    trainer = find_trainer(framework).assuming(facts)
+    setup = trainer.training(seq_len=4096, devices=64)
+    return Estimator(MIXTURE, hardware, setup, framework=trainer.name)(SPREAD)
+
+
+def test_each_fact_of_software_changes_the_term_that_it_is_about():
+    def terms(**facts):
+        return recipe(framework="megatron", **facts).breakdown
+
+    usual = terms()
+    assert terms(balanced_experts=True)["time.expert imbalance"] == 0 < usual["time.expert imbalance"]
+    hidden = terms(overlap_experts=True)["time.expert exchange"]
+    # At most `max_overlap` of it can be hidden.
+    assert 0.19 * usual["time.expert exchange"] < hidden < 0.5 * usual["time.expert exchange"]
+    early, late = terms(early_kernels=True), terms(early_kernels=False)
+    assert early["time.matmul"] == pytest.approx(late["time.matmul"] / Constants().early_kernels, rel=0.05)
+    assert terms(early_kernels=True, products="nvfp4")["time.matmul"] < early["time.matmul"]
+
+
+def test_a_version_has_the_facts_of_its_time():
+    latest, before, first = (recipe(framework=f"megatron-bridge{at}") for at in ("", "@25.11", "@25.04"))
+    assert latest.step_ms < before.step_ms < first.step_ms
+    assert find_trainer("megatron-bridge@26.02").setup == find_trainer("megatron-bridge").setup
+    assert find_trainer("megatron-bridge@25.04").setup["early_kernels"] is True
+    with pytest.raises(UsageError, match="a version has numbers, such as 25.11; facts change with 26.00, 25.11"):
+        find_trainer("megatron-bridge@new")
+    with pytest.raises(UsageError, match="facts change with none"):
+        find_trainer("nanotron@1.0")
+
+
+def test_an_unknown_fact_and_an_impossible_value_are_refused():
+    megatron = find_trainer("megatron")
+    for facts, message in (
+        ({"overlap_expert": True}, "unknown fact 'overlap_expert'; did you mean 'overlap_experts'"),
+        ({"tp": 2}, "unknown fact 'tp'"),
+        ({"retries": 1}, "--assume retries: must be true or false, but got 1"),
+        ({"loss": "fast"}, "unknown loss 'fast'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            megatron.assuming(facts)
+
+
+def test_early_kernels_are_assumed_only_where_software_can_be_that_old():
+    def matmul(hardware, **facts):
+        return recipe(hardware, "megatron", **facts).breakdown["time.matmul"]
+
+    assert matmul("b200") == matmul("b200", early_kernels=True) > matmul("b200", early_kernels=False)
+    assert matmul("b200", products="mxfp8") == matmul("b200", products="mxfp8", early_kernels=False)
+    assert matmul("gb300") == matmul("gb300", early_kernels=False)
+    assert matmul("h100-80gb", early_kernels=True) == matmul("h100-80gb", early_kernels=False)
+
+
+def test_short_sequences_of_deepspeed_take_the_time_of_its_hooks():
+    # Full fine-tuning of Qwen-7B on two A100-80GB, ZeRO 3, 8 micro-batches of 256 tokens, all blocks recomputed: 4.0 s a step
+    # (README of github.com/QwenLM/Qwen); without hooks 2.3 s.
+    qwen = Shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=151936)
+    config = {"dp": 2, "zero": 3, "micro_batch": 1, "grad_accum": 8, "checkpoint_ratio": 1.0}
+
+    def step(seq_len, **constants):
+        trainer = find_trainer("deepspeed")
+        made = trainer.constants_on(Constants()).replace(**constants)
+        setup = trainer.training(seq_len=seq_len, devices=2)
+        return Estimator(qwen, "a100-80gb", setup, framework="deepspeed", constants=made)(config)
+
+    assert step(256).step_ms == pytest.approx(4000, rel=0.25)
+    assert step(256, gather_us=0.0, launch_us=9.0).step_ms < 0.5 * 4000
+    assert step(4096).step_ms == pytest.approx(step(4096, gather_us=0.0).step_ms, rel=0.01)
+    # On a host that is close to holding the device up, the interval knows that it may.
+    width = [math.log(made.step_ms_high / made.step_ms_low) for made in (step(1024), step(16384))]
+    assert width[0] > width[1]
