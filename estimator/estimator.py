@@ -310,6 +310,11 @@ class Estimator:
             )
         return self._facts[key]
 
+    def trained_facts(self, variant: Variant) -> ModelFacts:
+        """The model's facts in one variant under the setup's loss and recomputed modules."""
+        facts = with_loss(self.facts(*variant), self.training.loss)
+        return with_modules(facts, modules_of(self.training.recompute_modules))
+
     def facts_of(self, cols: KnobArrays, index: int) -> ModelFacts:
         """The facts that a configuration of `cols` uses."""
         return self.facts(cols.precision[index], cols.attention[index], cols.fusion[index], cols.kernels[index])
@@ -322,8 +327,7 @@ class Estimator:
         fullest = {name: np.zeros(size) for name in MEMORY_TERMS}
         flops = np.zeros(size)
         for variant, indices in cols.variants():
-            facts = with_loss(self.facts(*variant), self.training.loss)
-            facts = with_modules(facts, modules_of(self.training.recompute_modules))
+            facts = self.trained_facts(variant)
             variant_cols = cols.take(indices)
             _check_experts(facts, variant_cols)
             division = divided(facts, variant_cols, self.training.balance)

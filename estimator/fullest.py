@@ -9,7 +9,6 @@ import numpy as np
 
 from .estimator import Estimator
 from .experts import imbalance
-from .facts.fused_loss import with_loss
 from .knob_arrays import KnobArrays, knob_arrays
 from .memory import of_stages
 from .stages import Stage, in_flight, staged
@@ -53,7 +52,7 @@ def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank
     """
     setup, constants = estimator.training, estimator.constants
     cols = knob_arrays([config], setup)
-    facts = with_loss(estimator.facts_of(cols, 0), setup.loss)
+    facts = estimator.trained_facts(next(cols.variants())[0])
     split, _ = next(cols.splits())
     cut = staged(facts, split, setup.balance, cols)
     groups, stages = [groups for groups, _ in cut], [stage for _, stage in cut]

@@ -63,10 +63,11 @@ def _without(part: Part, shape: Shape, names: frozenset[str], width: int, lean: 
     if mixture and "moe" in names:
         sharded, rows, products = sharded + kept * inner, saved.rows, products + share(experts)
     elif mixture and "moe_act" in names:
-        sharded, traffic = sharded + float(width * inner), traffic + kept * inner
+        # The router's shares are then part of the activation, so that results of experts are not kept either.
+        sharded, rows, traffic = sharded + float(width * inner), saved.rows / 2, traffic + kept * inner
     if mixture and names & {"moe", "shared_experts"} and shape.shared_intermediate:
         sharded += kept * shape.shared_intermediate
-        products += share(item for item in part.matmuls if shape.shared_intermediate in (item.k, item.n // 2, item.n))
+        products += share(part.matmuls[-2:])
     if not mixture and "mlp" in names:
         sharded += kept * (shape.intermediate or 4 * shape.hidden)
         products += share(part.matmuls[-2:])
@@ -94,6 +95,6 @@ def _without(part: Part, shape: Shape, names: frozenset[str], width: int, lean: 
             products=min(products, 1.0),
             attention=1.0 if "core_attn" in names else 0.0,
             traffic=min(traffic / moved, 1.0) if moved else 0.0,
-            exchange=1.0 if rows else 0.0,
+            exchange=1.0 if mixture and "moe" in names else 0.0,
         ),
     )
