@@ -16,8 +16,8 @@ from .families.standard import Support
 
 PIPELINES = tuple(PIPELINE_SCHEDULES)
 """Orders of a pipeline's micro-batches."""
-VIRTUAL_STAGES = (1, 2, 4)
-"""Numbers of model chunks of a pipeline rank that are tried."""
+VIRTUAL_STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+"""Model chunks of a pipeline rank that published recipes use; a default space has those for which the model has blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,9 +275,11 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
         degrees: possible numbers of pipeline ranks above 1.
     """
     pp = space["pp"]
+    # A reason that holds for the fewest ranks holds for more of them.
+    possible = [many for many in VIRTUAL_STAGES if many <= 2 or not support.pp(degrees[0] * many)]
     virtual = space.choice(
         "virtual_stages",
-        VIRTUAL_STAGES,
+        possible,
         when=pp > 1,
         others=(),
         help="model chunks of a pipeline rank, pp * virtual_stages in all",
@@ -294,7 +296,7 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
         space.require(virtual == 1, support.virtual_stages)
         return
     for degree in degrees:
-        chunks = {many: support.pp(degree * many) for many in VIRTUAL_STAGES[1:]}
+        chunks = {many: support.pp(degree * many) for many in possible[1:]}
         for reason in dict.fromkeys(reason for reason in chunks.values() if reason):
             too_many = [many for many in chunks if chunks[many] == reason]
             space.require((pp != degree) | ~virtual.isin(too_many), reason)
