@@ -15,10 +15,11 @@ PRECISIONS = tuple(FORMATS)
 _DTYPES = ("fp32", "bf16", "fp16")
 ATTENTION_KERNELS = ("flash1", "flash2", "flash3")
 """FlashAttention, FlashAttention-2 (PyTorch's scaled_dot_product_attention), and 3 or cuDNN's (Transformer Engine)."""
-LOSSES = ("plain", "parallel", "fused", "chunked")
+LOSSES = ("plain", "parallel", "compiled", "fused", "chunked")
 """Implementations of cross-entropy: `plain` by operators, which upcast the logits; `parallel` in fp32 over parts of the
-vocabulary, in place; `fused` by one kernel over 16-bit logits, which its gradient replaces; `chunked` together with the head, a
-chunk of tokens at a time, so that logits are never stored."""
+vocabulary, in place; `compiled` by operators that a compiler fuses, over 16-bit logits beside their gradient; `fused` by one
+kernel over 16-bit logits, which its gradient replaces; `chunked` together with the head, a chunk of tokens at a time, so that
+logits are never stored."""
 _REPORTED = ("fullest", "first", "last")
 PRODUCTS = ("fp16", "fp8", "mxfp8", "nvfp4")
 """Number formats of products beyond those of precisions: 8 bits with a scale a tensor or row, 8 bits with one for each 32

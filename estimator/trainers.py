@@ -300,6 +300,7 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
     losses = {
         "plain": "the loss upcasts logits by operators",
         "parallel": "the loss keeps fp32 logits, a part of the vocabulary on each rank",
+        "compiled": "the loss is compiled: 16-bit logits and their gradient",
         "fused": "the loss is one kernel over 16-bit logits",
         "chunked": "the loss never forms the logits",
     }

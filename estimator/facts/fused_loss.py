@@ -66,7 +66,8 @@ def with_loss(facts: ModelFacts, loss: str | None) -> ModelFacts:
 
     `plain` has the logits, their fp32 copy and its logarithms, then the gradient of both. `parallel` has their fp32 copy, which
     becomes the softmax, and the gradient in 16 bits; the passes over memory are: copy, maximum, subtract, exponential, sum,
-    divide, then scale and cast (Megatron-LM, core/tensor_parallel/cross_entropy.py). `fused` has the logits, which their gradient
+    divide, then scale and cast (Megatron-LM, core/tensor_parallel/cross_entropy.py). `compiled` keeps the logits and writes their
+    gradient beside them: read for maximum and sum, then read and written once. `fused` has the logits, which their gradient
     replaces: read twice, written once.
     """
     head = _head(facts)
@@ -78,6 +79,7 @@ def with_loss(facts: ModelFacts, loss: str | None) -> ModelFacts:
     saved, spike, moved, back, kernels = {
         "plain": (width + (8 if width < 4 else 4), 4 + width, width + 16, 2 * width + 32, 8.0),
         "parallel": (4, width, width + 36, width + 12, 8.0),
+        "compiled": (width, width, 2 * width, 2 * width, 4.0),
         "fused": (width, 0, 2 * width, width, 2.0),
     }[loss]
     parts = tuple(
