@@ -62,6 +62,9 @@ class Constants:
     host_update_gb_per_s: float = 76.0
     """Rate at which the ranks of a node together update offloaded states, 1e9 bytes read and written a second: the 400 ms that
     offloading adds to gpt2-large (bench/results/gpu-h200.md) are 6.2 GB of copies and an update of 21.7 GB."""
+    pageable_share: float = 0.45
+    """Rate of copies from memory that is not pinned relative to that of pinned memory: 11 for 25 GB/s over PCIe 4, 6 for 12 GB/s
+    over PCIe 3 (CUDA samples, bandwidthTest)."""
     deepspeed_update_gb_per_s: float = 14.0
     """The same for DeepSpeed, with the norm and the conversion of the gradients: LLaMA-7B on 8 x A800 takes 20.1 s more with
     ZeRO 2 and 8 micro-batches, 16.8 s with ZeRO 3 and 4 (gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a)."""

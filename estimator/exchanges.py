@@ -10,6 +10,7 @@ import numpy as np
 from ..knobs.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
 from .knob_arrays import KnobArrays
 from .links import TimedRank
+from .memory import kept_bytes
 from .rank import BYTES, Formats, gathered_at, tied_copy
 from .setup import TrainingSetup
 from .work import memory_rate
@@ -117,6 +118,21 @@ def update_seconds(rank: TimedRank) -> np.ndarray:
     return time
 
 
+def _host_rate(rank: TimedRank) -> float:
+    """Bytes a second between a device and host memory."""
+    share = 1.0 if rank.setup.pinned_memory else rank.links.constants.pageable_share
+    return rank.links.hardware.host_gb_per_s * 1e9 * share
+
+
+def activation_transfers(rank: TimedRank, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Seconds of a step that the passes do not hide of activations' copies to host memory and back."""
+    if not rank.setup.offload_activations:
+        return rank.none
+    once, most = kept_bytes(rank, rank.links.constants) / _host_rate(rank), rank.links.constants.max_overlap
+    exposed = (np.maximum(once - most * busy, (1 - most) * once) for busy in (forward, backward))
+    return rank.accum * sum(exposed, rank.none)
+
+
 def offload_seconds(rank: TimedRank) -> np.ndarray:
     """The update in host memory, as in `schedule/offloaded.py`: gradients and weights are moved once a step by pinned copies over
     the device's own link, and all ranks of a node share the rate at which it updates states."""
@@ -134,5 +150,5 @@ def offload_seconds(rank: TimedRank) -> np.ndarray:
         )
         moved = np.where(rank.cols.zero >= 2, rank.accum * per_micro_batch, moved)
     ranks = np.clip(rank.tp * rank.cols.pp * rank.replicas, 1, hardware.devices_per_node)
-    there = moved / (hardware.host_gb_per_s * 1e9) + rank.states * ranks / (rate * 1e9)
+    there = moved / _host_rate(rank) + rank.states * ranks / (rate * 1e9)
     return np.where(rank.cols.offload == "optimizer", there, 0.0)

@@ -5,6 +5,7 @@ arXiv:2205.05198, section 4; micro-batches in flight, Narayanan et al., arXiv:21
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
@@ -221,11 +222,21 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
                 part.saved, part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
             )
     activations = lasting * rank.tokens * rank.flying
+    if rank.setup.offload_activations:
+        # Those of a block in use, and of one on its way.
+        blocks = np.maximum(sum((count for _, count in rank.stage.blocks), rank.none), 1.0)
+        activations, boundaries = np.minimum(activations, lasting * rank.tokens * 2 / blocks), rank.none
     delayed = np.where(rank.cols.pp > 1, waiting(rank.stage.ranks[-1], rank.cols), 0.0)
     if delayed.any():
         outputs = _output_gradients(rank.stage, rank.tp)
         activations = activations + delayed * rank.tokens * outputs * rank.form.compute
     return {"activations": activations, "checkpoints": boundaries * rank.tokens * rank.flying}
+
+
+def kept_bytes(rank: Rank, constants: Constants) -> np.ndarray:
+    """Bytes of a micro-batch that forward keeps for backward."""
+    terms = _activations(replace(rank, setup=rank.setup.replace(offload_activations=False)), constants)
+    return (terms["activations"] + terms["checkpoints"]) / rank.flying
 
 
 def _cached(rank: Rank, part: Part) -> "np.ndarray | float":

@@ -121,6 +121,11 @@ class TrainingSetup:
     offload_weights: bool = False
     """True if not only the optimizer is offloaded: pieces of weights and gradients are in host memory too, and are transferred in
     every pass (FSDP's CPUOffload, DeepSpeed's `offload_param`)."""
+    offload_activations: bool = False
+    """True if activations are kept in host memory from forward to backward, as by torchtune's `enable_activation_offloading` and
+    Megatron-LM's `--cpu-offloading`."""
+    pinned_memory: bool = True
+    """True if copies to and from host memory are from pinned memory; others are slower (`Constants.pageable_share`)."""
     deepspeed_offload: bool = False
     """True if an offloaded optimizer is DeepSpeed's: gradients are sent after every micro-batch and summed in host memory."""
     keeps_cache: bool = False

@@ -24,7 +24,7 @@ import numpy as np
 from ..knobs.layers import BlockStrategy
 from .collectives import group
 from .constants import Constants
-from .exchanges import data_parallel, offload_seconds, parameter_gathers, tied_sum, update_seconds
+from .exchanges import activation_transfers, data_parallel, offload_seconds, parameter_gathers, tied_sum, update_seconds
 from .facts.model_facts import ModelFacts
 from .hardware import Hardware
 from .knob_arrays import KnobArrays
@@ -209,7 +209,7 @@ def _terms(
         "pipeline transfers": transfer,
         "bubble": bubble,
         "optimizer": update_seconds(rank),
-        "offload": offload_seconds(rank),
+        "offload": offload_seconds(rank) + activation_transfers(rank, slot.forward, slot.backward),
         "stalls": _stalls(rank.cols, rank.links.hardware, rank.links.constants),
         "fixed": none + rank.links.constants.step_ms * 1e-3,
     }
@@ -253,7 +253,8 @@ def _layered_time(
     transfer, bubble = pipeline(stage_rank, slot)
     terms = _terms(stage_rank, slot, gathers, exchanged + straggler_wait, transfer, bubble)
     terms["optimizer"] = sum((update_seconds(rank) for rank in ranks), stage_rank.none)
-    terms["offload"] = sum((offload_seconds(rank) for rank in ranks), stage_rank.none)
+    copies = activation_transfers(stage_rank, slot.forward, slot.backward)
+    terms["offload"] = sum((offload_seconds(rank) for rank in ranks), copies)
     return terms
 
 

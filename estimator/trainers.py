@@ -281,6 +281,8 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
         notes.append("recomputed blocks hand out keys and values, which stay until the step ends")
     if setup.get("offload_weights"):
         notes.append("what is offloaded are pieces of weights and gradients too")
+    if setup.get("offload_activations"):
+        notes.append("activations are in host memory from forward to backward")
     if setup.get("deepspeed_offload"):
         notes.append("offloaded gradients are summed in host memory after every micro-batch")
     if setup.get("optimizer_dtype") not in (None, "fp32"):

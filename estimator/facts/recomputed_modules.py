@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ...base.errors import UsageError, unknown
-from .model_facts import ModelFacts, Part, PerToken, Rebuilt, Shape, bytes_of, kept_inside
+from .model_facts import Matmul, ModelFacts, Part, PerToken, Rebuilt, Shape, bytes_of, kept_inside
 
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 
@@ -47,7 +47,7 @@ def _without(part: Part, shape: Shape, names: frozenset[str], width: int, lean: 
     sharded = rows = products = traffic = 0.0
     flops = sum(item.k * item.n * item.count * item.rows for item in part.matmuls)
 
-    def share(chosen: Iterable) -> float:
+    def share(chosen: Iterable[Matmul]) -> float:
         return sum(item.k * item.n * item.count * item.rows for item in chosen) / flops
 
     inner = shape.experts_per_token * (shape.expert_intermediate or shape.intermediate or 0) if mixture else 0

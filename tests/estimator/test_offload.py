@@ -71,3 +71,23 @@ def test_no_plan_has_a_setting_that_buys_nothing(hardware):
                 or other.peak_memory_mib > most_memory * plan.estimate.peak_memory_mib
             ), plan.config
     assert chosen.best[0].config["offload"] == "none"
+
+
+def test_offloaded_activations_leave_the_device_and_take_the_time_of_the_host_s_link():
+    def predicted(micro_batch=4, host_gb_per_s=50.0, **facts):
+        setup = find_trainer("torchtitan").training(seq_len=4096, devices=8, **facts)
+        hardware = find_hardware("h100").replace(host_gb_per_s=host_gb_per_s)
+        return Estimator(LLAMA_7B, hardware, setup, framework="torchtitan")({"zero": 3, "micro_batch": micro_batch})
+
+    here, there = predicted(), predicted(offload_activations=True)
+    kept = here.breakdown["memory.activations"]
+    # Two blocks of 32 stay.
+    assert there.breakdown["memory.activations"] == pytest.approx(kept / 16, rel=0.1)
+    assert here.breakdown["time.offload"] == 0 < there.breakdown["time.offload"]
+    # Both ways, of which a fifth at least is not hidden; over a link that is slower than the passes, what they do not hide.
+    moved_ms = kept * 2**20 / 50e9 * 1e3
+    assert there.breakdown["time.offload"] >= 0.99 * 2 * 0.2 * moved_ms
+    slow = predicted(host_gb_per_s=5.0, offload_activations=True).breakdown["time.offload"]
+    assert slow > 2 * 10 * moved_ms - 0.81 * here.step_ms
+    pageable = predicted(offload_activations=True, pinned_memory=False).breakdown["time.offload"]
+    assert pageable > there.breakdown["time.offload"] / 0.5
