@@ -148,7 +148,8 @@ class Estimator:
             widening = beyond(other_chance, cost, time_std)
             low, high = low - np.where(charged, widening, 0.0), high + np.where(charged, 0.0, widening)
             risk += (chance - charged) * cost
-            variance += other_chance * cost**2
+            # What is all but certain is no uncertainty: with the square of the cost instead, searches preferred what cannot fit.
+            variance += chance * (1 - chance) * cost**2
         samples = cols.micro_batch * cols.grad_accum * cols.dp
         units = samples * (self.training.seq_len or 1)
         with np.errstate(divide="ignore", invalid="ignore"):
