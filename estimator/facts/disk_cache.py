@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.fingerprint import digest
-from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
+from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Rebuilt
 
 VERSION = 7
 """Version of the format, raised when tracing changes, so that older files are ignored."""
@@ -89,6 +89,7 @@ def _part(data: Mapping[str, Any]) -> Part:
         if values.get(field.name) is not None and "PerToken" in str(field.type):
             values[field.name] = PerToken(**values[field.name])
     values["matmuls"] = tuple(Matmul(**matmul) for matmul in data["matmuls"])
+    values["rebuilt"] = Rebuilt(**data["rebuilt"])
     values["attention"] = Attention(**data["attention"]) if data["attention"] else None
     return Part(**values)
 

@@ -268,3 +268,68 @@ def test_units_of_memory_are_the_cells_or_the_columns(tables):
     mib = tables.form.memory_mib
     assert mib("2", "Memory(GiB)") == 2048 and mib("2 GiB", "peak") == 2048 and mib("2048", "gpu mem") == 2048
     assert math.isclose(mib("1000", "max_alloc_MB"), 1e9 / 2**20) and mib("-", "Memory(GiB)") is None
+
+
+def test_the_interval_of_a_device_without_measured_runs_holds_its_bias_and_that_of_a_measured_one_does_not(tables):
+    """The fault: a device that is left out with the width of one that was measured."""
+    from dataclasses import replace
+
+    from redline.estimator import find_hardware
+
+    made = _as_if(tables, {}, "made", "h100_80gb")
+    device = find_hardware("mi300x")
+
+    def cover(measured_runs, slower):
+        runs = [replace(run, hardware=device.replace(measured_runs=measured_runs)) for run in made.runs]
+        judged = tables.judging.judge(tables.Source("made", runs))
+        steps = dict(zip((run.where for run in judged.runs), judged.predicted["step"], strict=True))
+        late = [replace(run, step_ms=slower * float(steps[run.where])) for run in runs]
+        return tables.judging.judge(tables.Source("made", late)).errors()["time_cover"]
+
+    assert cover(0, slower=1.35) == 1 and cover(500, slower=1.35) == 0
+    assert cover(0, slower=2.0) == 0
+
+
+def test_left_out_rows_are_grouped_by_reason_with_their_places():
+    code = (
+        "import estimator; print(estimator.reasons(['a.csv:2: adapters', 'a.csv:3: adapters', 'b.csv:9: adapters', "
+        "'a.csv:5: no batch', 'page.txt: its form is unknown']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "bench", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3 rows, adapters: a.csv:2-3; b.csv:9" in done.stdout and "1 row, no batch: a.csv:5" in done.stdout
+    assert "1 row, its form is unknown: page.txt" in done.stdout
+
+
+STATED = """source,model,hw,gpus,precision,seq,tp,pp,cp,ep,etp,vp,mb,gbs,meas_s,container
+a recipe,llama3-70b,gb200,64,bf16,8192,1,4,1,1,1,5,1,128,5.0,
+a recipe,llama3-70b,gb200,64,,8192,1,4,1,1,1,5,1,128,5.0,
+a recipe,llama3-70b,gb200,64,mxfp8,8192,1,4,1,1,1,5,1,128,3.0,26.02 NeMo Container
+"""
+
+
+def test_rows_that_state_a_recipe_are_read_with_the_facts_of_their_version(tables, tmp_path):
+    found = source(tables, tmp_path / "stated", some_csv=STATED)
+    assert found.left == ["some.csv:3: the precision is not stated"]
+    first, later = found.runs
+    assert (first.framework, later.framework) == ("megatron-bridge@25.02", "megatron-bridge@26.02")
+    assert (
+        first.config["virtual_stages"] == 5 and first.config["grad_accum"] == 8 and later.setup["products"] == "mxfp8"
+    )
+
+
+def test_a_source_without_rows_prints_its_reasons_and_no_table_of_rows(tmp_path):
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "a.csv").write_text("colour,taste\nred,sweet\n")
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / "estimator.py"),
+        "--tables",
+        str(tmp_path),
+        "--rows",
+        "--seeds",
+        "1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "1 row, its form is unknown: a.csv:2" in done.stdout and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "no row of" in done.stderr
