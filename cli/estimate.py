@@ -151,7 +151,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             from ..frameworks.export import suited_target
 
             class_name = str((request.trains.get("workload") or {}).get("class") or "")
-            target = suited_target(document.ranked[0].config, estimate_options.framework, class_name)
+            target = suited_target(document.ranked[0].config, request.framework.name, class_name)
             then = _next_commands(again, output, target)
         lines = estimate_text.body(document, explain=estimate_options.explain, width=width, then=then, advice=advice)
         click.echo("\n".join(lines))

@@ -271,6 +271,8 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
         notes.append("backward writes gradients of its own before they are added")
     if setup.get("keeps_products"):
         notes.append("blocks keep attention and every other product, and recompute the rest")
+    if setup.get("recompute_modules"):
+        notes.append(f"blocks recompute {setup['recompute_modules'].replace('+', ', ')}")
     if setup.get("unsharded_gradients"):
         notes.append("gradients are whole while they accumulate")
     if setup.get("gradients_stay"):
