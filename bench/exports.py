@@ -6,7 +6,7 @@
 `redline tune` finds the winner, `redline export` writes it for every trainer, and the command in the export starts it
 (bench/export_trainers.py is its train.py). The dry run and every export train in turns, each in fresh processes; step
 times are medians of the slowest rank, and then the median over turns. The first loss is compared with that of the dry
-run by `redline.schedule.rounding`: format, depth and number of tokens limit the rounding difference of two orders of
+run by `redline.schedule.comparison`: format, depth and number of tokens limit the rounding difference of two orders of
 the same sums.
 
 The table is printed and saved as `bench/results/exports-MODEL-DEVICES.md` with the command, the hardware and the
@@ -179,7 +179,7 @@ def train(
 def report(load: Any, config: dict[str, Any], dry: Row, rows: list[Row]) -> str:
     """Returns the section of a model in Markdown."""
     import torch
-    from redline.schedule.rounding import allowance, loss_allowance
+    from redline.schedule.comparison import allowance, loss_allowance
 
     tokens = load.global_batch * load.seq_len
     with torch.device("meta"):

@@ -208,7 +208,7 @@ on the same {samples} samples in each step. The loss of the first step, all its 
 (AdamW, learning rate {rate:.0e}, epsilon
 {epsilon:.0e}) must agree up to rounding: sums of n terms in another order differ by sqrt(n) 2^-24 of their magnitude,
 and the tolerance is five standard deviations of that through all layers, 2e-05 for most of these families.
-`schedule/rounding.py` derives it, also for losses and for weights after AdamW.
+`schedule/comparison.py` derives it, also for losses and for weights after AdamW.
 
 A number is the largest difference of a gradient, relative to the largest in its tensor; float32 itself rounds at
 6e-08. A note has the reason why a combination is not supported; the default space excludes it with the same reason.

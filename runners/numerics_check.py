@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from ..results.probe import Computed, Probe
-from ..schedule.compare import Comparison, Departure, Numbers, and_more, compare
-from ..schedule.rounding import SMALL, Tolerance
+from ..schedule.comparison import SMALL, Comparison, Departure, Numbers, Tolerance, and_more, compare
 from ..training.first_step import StepPart
 from ..training.probe import ProbePart
 from .runner import Reference

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..base._torch import buffers_of, children_of, parameters_of
-from .rounding import departure
+from .comparison import departure
 from .schedule import Schedule
 
 CLOSE = 1e-5

@@ -14,7 +14,7 @@ from torch import nn
 from ..base._torch import tree_leaves, tree_map
 from ..base.errors import ScheduleError
 from .build import Context, complete, device_of, prepare, separated
-from .compare import Numbers, compare, gradients_of, weights_of
+from .comparison import Numbers, Tolerance, allowance, compare, departure, gradients_of, noise_ratio, weights_of
 from .forward import layers_of
 from .fused_logits import FusedLogits, formed
 from .graph.by_example import as_call
@@ -24,7 +24,6 @@ from .parallel.sequences import CutSequence
 from .parallel.sharding import owner, shards_of
 from .parallel.vocabulary import SplitLogits, whole_logits
 from .quiet import modes_kept, quiet, rates_of
-from .rounding import Tolerance, allowance, departure, noise_ratio
 from .schedule import Schedule
 from .tree import find_module, join
 
@@ -58,7 +57,7 @@ def verify(
         loss: `loss(output)` or `loss(output, inputs)`, a scalar; by default the output's `loss`, or the sum of the
             outputs weighted by fixed random numbers.
         tolerance: largest departure allowed, relative to the largest magnitude of each tensor. By default the limit of
-            rounding, by the model's depth and widths and its number formats (`schedule/rounding.py`): 2e-5 for two
+            rounding, by the model's depth and widths and its number formats (`schedule/comparison.py`): 2e-5 for two
             blocks of a tiny GPT-2 in float32.
         device: device to run on; by default that of the weights, or the CPU.
         seed: seed of weights that are on the meta device.

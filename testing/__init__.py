@@ -1,1 +1,1 @@
-"""Checks for other code: numerics of a model, conformance of a sampler."""
+"""Checks for other code: conformance of a sampler."""

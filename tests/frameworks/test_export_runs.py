@@ -4,7 +4,7 @@ Each framework trains llama-tiny and bert-tiny with the file that an export wrot
 the export names, in a script as in the framework's documentation (`bench/export_trainers.py`). Weights
 have the dry run's seed; batches and dropout (BERT's) are the dry run's, too.
 
-Losses may differ by as much as rounding permits (`schedule/rounding.py`). Frameworks sum gradients in another
+Losses may differ by as much as rounding permits (`schedule/comparison.py`). Frameworks sum gradients in another
 order, so weights differ from the first update on; the tolerance of step s is 2^s - 1 times that of the first.
 A gradient that consists of rounding errors moves its weight by a whole learning rate in either direction, but the
 loss hardly depends on that weight.
@@ -103,7 +103,7 @@ def train(model, config=CONFIG, scale=1.0, shift=0, drawn=None, by_step=False):
 def tolerances(model, config=CONFIG):
     """Relative tolerances of each step's loss and of the first gradient's norm, by the rule above."""
     import torch
-    from redline.schedule.rounding import allowance, loss_allowance
+    from redline.schedule.comparison import allowance, loss_allowance
 
     rows = GLOBAL_BATCH * SEQ_LEN
     with torch.device("meta"):

@@ -1,3 +1,4 @@
+import numerics_table as numerics
 import pytest
 import torch
 from redline.base.errors import WorkloadError
@@ -173,11 +174,10 @@ SMALL = {
 @pytest.mark.parametrize("family", SMALL)
 def test_families_that_only_large_presets_have_train_alike_recomputed_and_without_logits(family):
     from redline.models import hugging_face
-    from redline.testing.numerics import departure
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = CONFIG_MAPPING[family](**WIDTHS, **SMALL[family], **tokens)
     made = hugging_face(config, seq_len=16, global_batch=8)
     for knobs in ({"checkpoint_ratio": 1.0}, {"kernels": True}):
-        assert departure(made, knobs).holds, knobs
+        assert numerics.departure(made, knobs).holds, knobs

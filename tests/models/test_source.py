@@ -10,7 +10,7 @@ import torch
 from redline.base.errors import WorkloadError
 from redline.models import flops_of, make_space, workload
 from redline.runners.job import Job, Rendezvous
-from redline.schedule.rounding import allowance, loss_allowance
+from redline.schedule.comparison import allowance, loss_allowance
 from redline.training import Training
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 import redline as rl
 from redline.base.device import detect
 from redline.training import Training
-from redline.schedule.rounding import allowance, loss_allowance
+from redline.schedule.comparison import allowance, loss_allowance
 from redline.results import Status
 from redline.runners import RayRunner, TrialRequest, TrialTerms
 from redline.runners.job import Job, Rendezvous

@@ -6,7 +6,7 @@ import torch
 from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, verify
-from redline.schedule.rounding import unit_roundoff
+from redline.schedule.comparison import unit_roundoff
 from torch import nn
 
 

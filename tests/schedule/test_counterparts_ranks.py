@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, full_state_dict, verify
+from redline.schedule.comparison import allowance
 from redline.schedule.parallel.sharding import shards_of
-from redline.schedule.rounding import allowance
 from torch import nn
 from torch.nn import functional as F
 

@@ -11,8 +11,8 @@ from ranks import device as rank_device, mesh
 from redline.base.errors import ScheduleError
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
+from redline.schedule.comparison import allowance
 from redline.schedule.parallel.collectives import PlannedMesh
-from redline.schedule.rounding import allowance
 from torch import nn
 
 

@@ -14,8 +14,7 @@ from redline.frameworks import render
 from redline.models.families import schedule_of
 from redline.results import Measurement, Status, Trial
 from redline.schedule import build, create_schedule
-from redline.schedule.compare import Numbers, weights_of
-from redline.schedule.rounding import allowance
+from redline.schedule.comparison import Numbers, allowance, weights_of
 from torch import nn
 from torch.nn import functional as F
 

@@ -8,7 +8,7 @@ import torch
 from live import Live
 from numeric import caught, gradients, same, within
 from redline.base.errors import ScheduleError
-from redline.schedule import fused_logits as unformed, rounding
+from redline.schedule import comparison, fused_logits as unformed
 from redline.schedule.fused_logits import FusedLogits
 from redline.schedule.primitives.fused import formed_for
 from torch import nn
@@ -88,8 +88,8 @@ def test_loss_and_gradients_are_those_of_formed_logits(seed, shape, loss, bias, 
     expected, found = run(plain, loss, inputs, labels, half), run(fused, loss, inputs, labels, half)
     assert formed_for(fused.head) == {"cross_entropy": False}
     assert found[0].dtype == expected[0].dtype == torch.float32
-    allowed = rounding.allowance(plain, labels.numel(), dtype=torch.bfloat16 if half else None)
-    within(abs(found[0] / expected[0] - 1), rounding.loss_allowance(allowed, labels.numel()), "the loss")
+    allowed = comparison.allowance(plain, labels.numel(), dtype=torch.bfloat16 if half else None)
+    within(abs(found[0] / expected[0] - 1), comparison.loss_allowance(allowed, labels.numel()), "the loss")
     same(found[1], expected[1], allowed)
 
 
@@ -109,7 +109,7 @@ def test_gradients_of_micro_batches_add_up(seed):
     for model in (plain, fused):
         for at in range(0, 8, 2):
             (masked(model(inputs[at : at + 2]), labels[at : at + 2]) / 4).backward()
-    same(gradients(fused), gradients(plain), rounding.allowance(plain, labels.numel()))
+    same(gradients(fused), gradients(plain), comparison.allowance(plain, labels.numel()))
 
 
 def test_another_ignored_label_is_ignored(seed):
@@ -117,7 +117,7 @@ def test_another_ignored_label_is_ignored(seed):
     inputs, labels = data(seed, 2, 40)
     labels[labels == -100] = 3
     expected, found = (run(m, lambda z, y: masked(z, y, ignore_index=3), inputs, labels) for m in (plain, fused))
-    same(found[1], expected[1], rounding.allowance(plain, labels.numel()))
+    same(found[1], expected[1], comparison.allowance(plain, labels.numel()))
 
 
 def test_a_frozen_head_gets_no_gradient(seed):
@@ -127,7 +127,7 @@ def test_a_frozen_head_gets_no_gradient(seed):
         model.head.requires_grad_(False)
         masked(model(inputs), labels).backward()
     assert fused.head.weight.grad is None and fused.head.bias.grad is None
-    same(fused.body.weight.grad, plain.body.weight.grad, rounding.allowance(plain, labels.numel()))
+    same(fused.body.weight.grad, plain.body.weight.grad, comparison.allowance(plain, labels.numel()))
 
 
 # Planted faults
@@ -175,9 +175,9 @@ def test_a_fault_is_noticed(seed, monkeypatch, fault):
     with monkeypatch.context() as patch:
         fault(patch)
         found = run(fused, masked, inputs, labels)[1]
-    over = rounding.largest(expected)
-    departs = max(rounding.departure(expected[name], found[name], over) for name in expected)
-    caught(departs, rounding.allowance(plain, labels.numel()), fault.__name__)
+    over = comparison.largest(expected)
+    departs = max(comparison.departure(expected[name], found[name], over) for name in expected)
+    caught(departs, comparison.allowance(plain, labels.numel()), fault.__name__)
 
 
 # Memory
@@ -214,11 +214,11 @@ def test_to_look_at_logits_forms_them_with_their_gradient(seed):
         expected.shape, expected.dtype, expected.device, 3,
     )  # fmt: skip
     assert formed_for(fused.head) == {}
-    same(found * 1, expected, rounding.allowance(plain, 1))
+    same(found * 1, expected, comparison.allowance(plain, 1))
     assert formed_for(fused.head) == {"mul": True}
     for logits in (expected, found):
         (torch.log_softmax(logits, -1)[..., 3].sum() + logits.argmax(-1).sum()).backward()
-    same(gradients(fused), gradients(plain), rounding.allowance(plain, inputs.numel()))
+    same(gradients(fused), gradients(plain), comparison.allowance(plain, inputs.numel()))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_loss_that_is_not_fused_is_right_all_the_same(seed, options):
     labels[labels < 0] = 5
     loss = lambda logits, labels: masked(logits, labels, **options).mean()  # noqa: E731
     expected, found = run(plain, loss, inputs, labels), run(fused, loss, inputs, labels)
-    same(found[1], expected[1], rounding.allowance(plain, labels.numel()))
+    same(found[1], expected[1], comparison.allowance(plain, labels.numel()))
     assert formed_for(fused.head)["cross_entropy"] is True
 
 
@@ -252,7 +252,7 @@ def test_a_part_of_the_tokens_stays_unformed_and_a_part_of_the_vocabulary_does_n
     expected, found = take(plain(inputs)), take(fused(inputs))
     assert isinstance(found, FusedLogits) is stays
     assert found.shape == expected.shape and found.dtype == expected.dtype
-    same(unformed.formed(found), expected, rounding.allowance(plain, 1, dtype=expected.dtype))
+    same(unformed.formed(found), expected, comparison.allowance(plain, 1, dtype=expected.dtype))
 
 
 # The schedule
@@ -347,7 +347,7 @@ def test_on_a_gpu_it_is_the_same_in_less_memory(seed, half):
             "states": mine.grad,
             "weight": next(p.grad for p in model.parameters() if p.dim() > 1),
         }
-    allowed = rounding.allowance(plain, tokens, dtype=torch.bfloat16 if half else None)
-    within(abs(loss[fused] / loss[plain] - 1), rounding.loss_allowance(allowed, tokens), "the loss")
+    allowed = comparison.allowance(plain, tokens, dtype=torch.bfloat16 if half else None)
+    within(abs(loss[fused] / loss[plain] - 1), comparison.loss_allowance(allowed, tokens), "the loss")
     same(grads[fused], grads[plain], allowed)
     assert peak[fused] < tokens * vocabulary * 4 / 2 < peak[plain]

@@ -12,8 +12,8 @@ from redline.base.errors import ScheduleError
 from redline.knobs.pipeline import PIPELINE_SCHEDULES, Placement
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, full_state_dict, verify
+from redline.schedule.comparison import allowance, loss_allowance
 from redline.schedule.parallel import split
-from redline.schedule.rounding import allowance, loss_allowance
 from tiers import tiered
 from torch import nn
 

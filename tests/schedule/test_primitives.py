@@ -7,7 +7,7 @@ import pytest
 import torch
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule
-from redline.schedule.rounding import allowance, loss_allowance
+from redline.schedule.comparison import allowance, loss_allowance
 from torch import nn
 
 

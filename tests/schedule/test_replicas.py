@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import mesh
 from redline.schedule import build, create_schedule
-from redline.schedule.rounding import allowance, unit_roundoff
+from redline.schedule.comparison import allowance, unit_roundoff
 from torch import nn
 
 

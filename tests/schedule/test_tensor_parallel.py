@@ -20,9 +20,9 @@ from redline.schedule import (
     load_full_state_dict,
     verify,
 )
+from redline.schedule.comparison import allowance
 from redline.schedule.parallel.partial import PartialEmbedding
 from redline.schedule.parallel.sharding import shards_of, whole
-from redline.schedule.rounding import allowance
 from torch import nn
 
 

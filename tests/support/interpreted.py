@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from redline.estimator.facts.liger_modules import forwards_of, put_forwards
-from redline.schedule import create_schedule, rounding
+from redline.schedule import comparison, create_schedule
 from redline.schedule.liger import replace_modules
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
@@ -88,8 +88,8 @@ def compared(family, seed, fault):
     loss, logits, gradients, plain_bytes = passed(model, seed)
     found_loss, found_logits, found, kept_bytes = passed(other, seed)
     *_, traced_bytes = passed(traced, seed)
-    over = rounding.largest(gradients)
-    departs = {name: rounding.departure(gradients[name], found[name], over) for name in gradients}
+    over = comparison.largest(gradients)
+    departs = {name: comparison.departure(gradients[name], found[name], over) for name in gradients}
     return {
         "family": family,
         "replaced": done,
@@ -98,11 +98,11 @@ def compared(family, seed, fault):
         "bytes": [plain_bytes, kept_bytes, traced_bytes],
         "same_names": found.keys() == gradients.keys(),
         "loss": abs(found_loss - loss) / loss,
-        "logits": rounding.departure(logits, found_logits),
+        "logits": comparison.departure(logits, found_logits),
         "gradient": max(departs.values()),
         "where": max(departs, key=departs.get),
-        "allowed": rounding.allowance(model, 2 * LENGTH),
-        "loss_allowed": rounding.loss_allowance(rounding.allowance(model, 2 * LENGTH), 2 * LENGTH),
+        "allowed": comparison.allowance(model, 2 * LENGTH),
+        "loss_allowed": comparison.loss_allowance(comparison.allowance(model, 2 * LENGTH), 2 * LENGTH),
     }
 
 

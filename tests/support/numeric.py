@@ -1,7 +1,7 @@
 """Comparisons of numeric tests, which record how close each came to its tolerance.
 
 A numeric test takes the fixture `seed`, from which it makes weights and data. Tolerances are defined in one place,
-`redline/schedule/rounding.py`, by number format, depth and optimizer. `make test-portable` runs the numeric tests with
+`redline/schedule/comparison.py`, by number format, depth and optimizer. `make test-portable` runs the numeric tests with
 many seeds and with the code paths that a maths library may take on other machines, and shows the largest share of its
 tolerance that each test used.
 """
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numerics_table as numerics
-from redline.schedule import rounding
-from redline.schedule.compare import Comparison
+from redline.schedule import comparison
+from redline.schedule.comparison import Comparison
 from redline.schedule.parallel.replicas import whole_gradient
 
 MARGIN = 3.0
@@ -71,9 +71,9 @@ def same(found, expected, allowed, what="the output"):
     if not isinstance(expected, Mapping):
         found, expected = {what: found}, {what: expected}
     assert found.keys() <= expected.keys() and found
-    over = rounding.largest(expected)
+    over = comparison.largest(expected)
     for key, value in found.items():
-        within(rounding.departure(expected[key], value, over), allowed, key)
+        within(comparison.departure(expected[key], value, over), allowed, key)
 
 
 def gradients(model):
@@ -100,10 +100,10 @@ def record_verify():
     compare = module.compare
 
     def recorded(expected, found, tolerance):
-        comparison = compare(expected, found, tolerance)
-        if comparison.holds:
-            worst = max(comparison.departures, key=lambda each: each.share)
+        result = compare(expected, found, tolerance)
+        if result.holds:
+            worst = max(result.departures, key=lambda each: each.share)
             checks.append(Check(f"verify: {worst.description}", worst.by, worst.allowed))
-        return comparison
+        return result
 
     module.compare = recorded

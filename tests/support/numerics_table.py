@@ -1,11 +1,24 @@
-"""A table of families and parallel configurations.
+"""The check that a model computes the same in a parallel configuration as one process, and a table of such cells.
 
-A cell is a family at a tiny size and a combination of knobs. It passes if it computes the same as one process
-(`redline.testing.numerics`). For a combination that a family does not support there is a reason.
+It holds if, without dropout and in float32, the loss of the first step, all its gradients, and all weights after three
+steps equal those of one process at the same global batch, up to rounding (`schedule/comparison.py`).
+
+A capacity drops rows of experts by the tokens of a forward pass on one rank, so one process is then given the same
+capacity and the same micro-batches: those of the first rank, then those of the second, and so on. Ranks must not share
+samples (`sp`, `cp`, runs of a smaller `tp`), which would divide these tokens.
+
+A cell of the table is a family at a tiny size and a combination of knobs. For a combination that a family does not
+support there is a reason.
 """
 
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from math import prod
 
+import torch
+import torch.distributed as dist
+from redline.base._torch import dynamo
 from redline.knobs.rules import RuleContext, refusal as broken_rule
 from redline.knobs.strategy import Strategy
 from redline.models.architecture import Architecture
@@ -14,41 +27,14 @@ from redline.models.huggingface import hugging_face_workload
 from redline.models.skeleton import experts_of, skeleton
 from redline.models.spaces import runs_of
 from redline.models.wide_resnet import wide_resnet
-from redline.schedule import create_schedule
-from redline.testing.numerics import (
-    EPSILON,
-    LEARNING_RATE,
-    STEPS,
-    Reference,
-    adamw,
-    compare,
-    departure,
-    for_one_process,
-    reference,
-    trained,
-)
+from redline.schedule import comparison, create_schedule
+from redline.schedule.comparison import Comparison, Departure, Numbers, Tolerance, allowance, scale, unit_roundoff
+from redline.training.training import Training
 
-__all__ = [
-    "COMBINATIONS",
-    "EPSILON",
-    "FAMILIES",
-    "LEARNING_RATE",
-    "SAMPLES",
-    "STEPS",
-    "Reference",
-    "adamw",
-    "compare",
-    "compare_cell",
-    "departure",
-    "for_one_process",
-    "is_deep",
-    "obstacle",
-    "ranks",
-    "reference",
-    "refusal",
-    "tiny",
-    "trained",
-]
+STEPS = 3
+LEARNING_RATE = 1e-3
+EPSILON = 1e-2
+"""Epsilon of AdamW, in the order of the gradients: with the usual 1e-8 their rounding errors alone would move weights."""
 
 SAMPLES = 8
 """Global batch."""
@@ -273,3 +259,117 @@ def _support(workload):
 def compare_cell(family, combination, seed=0):
     """Compares one cell with one process; called alike on every rank of an initialised process group of the right size."""
     return departure(tiny(family, combination), COMBINATIONS[combination], seed)
+
+
+def departure(workload, config, seed=0, expected=None):
+    """Returns the deviation of a workload in a configuration from one process in float32, on this rank.
+
+    Its model must not draw random numbers (dropout off). Its optimizer is replaced by AdamW with an epsilon in the
+    order of the gradients.
+
+    Args:
+        config: its configuration, of precision fp32 or bf16; on several ranks, called alike on every rank.
+        expected: the result of `reference` for the workload, the seed and `for_one_process(config)`, if known.
+    """
+    expected = expected or reference(workload, seed, for_one_process(config))
+    if config.get("fusion"):
+        # The limit on compilations counts per function, and models share functions; beyond it nothing is compiled.
+        torch.compiler.reset()
+    with dynamo.config.patch(fail_on_recompile_limit_hit=True) if config.get("fusion") else nullcontext():
+        numbers, _ = _train(replace(workload, optimizer=adamw), config, seed)
+    exact = config.get("precision", "fp32") == "fp32"
+    allowed = expected.allowed if exact else expected.allowed_half
+    return compare(expected.trained, numbers, allowed, workload.global_batch * (workload.seq_len or 1))
+
+
+def for_one_process(config):
+    """Returns the configuration in which one process trains the same as ranks in another one."""
+    same = ("capacity_factor", "micro_batch") if config.get("capacity_factor") else ()
+    return {name: config[name] for name in same}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """The expected values of a comparison."""
+
+    trained: Numbers
+    """Results of one process in float32."""
+    allowed: float
+    """Allowed rounding error of a gradient in float32."""
+    allowed_half: float
+    """Allowed rounding error of a gradient in bfloat16."""
+
+
+def reference(workload, seed=0, config=None):
+    """Returns the results of one process, computed on each rank by itself; `config` has knobs that are not neutral."""
+    numbers, model = _train(replace(workload, optimizer=adamw), config or {}, seed, alone=True)
+    batch = workload.batch(workload.global_batch, 0)
+    rows = max(tensor.numel() for tensor in (batch.values() if isinstance(batch, Mapping) else batch))
+    exact, half = (allowance(model, rows, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    return Reference(trained=numbers, allowed=exact, allowed_half=half)
+
+
+def adamw(params, fused=False):
+    """Returns the optimizer of every comparison."""
+    return torch.optim.AdamW(params, lr=LEARNING_RATE, eps=EPSILON, fused=fused or None)
+
+
+def trained(model, passes, update):
+    """Returns the results of `STEPS` steps with `adamw`: loss and gradients of the first, weights after the last.
+
+    `passes` returns the loss; `update` discards the gradients.
+    """
+    loss = float(passes())
+    gradients = comparison.gradients_of(model)
+    update()
+    for _ in range(STEPS - 1):
+        passes()
+        update()
+    return Numbers(loss=loss, gradients=gradients, weights=comparison.weights_of(model))
+
+
+def compare(expected, found, allowed, terms):
+    """Returns the deviation of the results of `trained` on this rank from those on one process.
+
+    Rounding may change a gradient by `allowed`; the loss is a mean of `terms` tokens or samples.
+    """
+    assert found.gradients.keys() == found.weights.keys() & expected.gradients.keys()
+    loss = comparison.loss_allowance(allowed, terms)
+    tolerance = replace(Tolerance.of_tensors(allowed), loss=loss)
+    first = comparison.compare(replace(expected, weights={}), replace(found, weights={}), tolerance)
+    steepest, most = comparison.largest(expected.gradients), comparison.largest(expected.weights)
+    weights = []
+    for name, weight in found.weights.items():
+        over = scale(expected.weights[name], most)
+        departs = comparison.departure(expected.weights[name], weight, over=over)
+        gradient = allowed * scale(expected.gradients.get(name), steepest)
+        limit = adamw_allowance(gradient, weight, lr=LEARNING_RATE, eps=EPSILON, steps=STEPS) / over
+        description = f"{name} after the optimizer's steps departs by {departs:.2g}"
+        weights.append(Departure(kind="weights", by=departs, allowed=limit, description=description))
+    return Comparison((*first.departures, *weights))
+
+
+def adamw_allowance(gradient, weight, *, lr, eps, steps):
+    """Returns the largest absolute departure of a weight after some steps of AdamW.
+
+    A step is lr m / (s + eps), where m is a mean of gradients and s the root of a mean of their squares, |m| <= s. If
+    gradients depart by g, so do m and s, and the step by lr g (1 / (s + eps) + s / (s + eps)**2), at most lr g / eps,
+    where s is zero. With the usual eps of 1e-8 the rounding of a gradient that is almost zero therefore reverses a
+    step, and the comparison is meaningless: eps must be of the gradients' magnitude. The departure of weights changes
+    the following gradients, so that each step doubles it. Each step rounds the weight twice (decay and update), in
+    both runs.
+
+    Args:
+        gradient: largest departure of the gradient, absolute.
+    """
+    rounded = 4 * steps * unit_roundoff(weight.dtype) * scale(weight)
+    return lr / eps * gradient * (2**steps - 1) + rounded
+
+
+def _train(workload, config, seed, alone=False):
+    """Trains three steps on the same batches in any configuration; returns the results and the model."""
+    cuda = torch.cuda.is_initialized()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    rank, ranks = (0, 1) if alone or not dist.is_initialized() else (dist.get_rank(), dist.get_world_size())
+    training = Training(workload, {"attention": "eager", **config}, device, seed=seed, rank=rank, world_size=ranks)
+    return trained(training.model, training.passes, training.update), training.model

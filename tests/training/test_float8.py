@@ -16,7 +16,7 @@ from redline.models.spaces import default_space, lossy_of_space, without_float8
 from redline.runners import Reference
 from redline.runners.numerics_check import numerics_mismatch, together, why_incomparable
 from redline.schedule import build, create_schedule, verify
-from redline.schedule.rounding import FLOOR, loss_allowance, unit_roundoff
+from redline.schedule.comparison import FLOOR, loss_allowance, unit_roundoff
 from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.probe import take

@@ -354,7 +354,7 @@ def with_fault(fault, config, seed):
             return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("redline.training.training.Training", Faulty)
+        patch.setattr(numerics, "Training", Faulty)
         return numeric.departure(numerics.tiny("gpt2"), {"dp": 2, "micro_batch": 2, **config}, seed)
 
 
@@ -572,27 +572,38 @@ PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
+SMALL = """
+config = DistilBertConfig(n_layers=2, dim=32, n_heads=4, hidden_dim=64, vocab_size=97, dropout=0, attention_dropout=0)
+small = hugging_face(config, schedule=schedule, seq_len=16, global_batch=8)
+"""
+
+
 def execute(blocks):
-    space = {}
+    names = {}
     for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), space)
-    return True
+        exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+def departs(blocks, name, knobs):
+    return not numerics.departure(execute(blocks)[name], knobs).holds
 
 
 def test_the_guide_adds_a_model_in_under_forty_lines(two, tmp_path):
     from redline.models import workload
 
-    file, support, numbers, _, _ = BLOCKS
+    file, support, _ = BLOCKS
     assert len(file.splitlines()) < 40
-    assert two.run(execute, [file, numbers]) == [True, True]
-    assert execute([file, support])
+    for knobs in ({"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "grad_accum": 4}, {"dp": 2, "zero": 3}):
+        assert two.run(departs, [file, SMALL], "small", knobs) == [False, False]
+    execute([file, support])
     (tmp_path / "distilbert.py").write_text(file)
     made = workload(f"{tmp_path}/distilbert.py:workload", global_batch=16)
     assert made.global_batch == 16 and made.seq_len == 512
 
 
 def test_the_guide_adds_a_model_with_experts_in_under_forty_lines(two):
-    _, _, _, file, numbers = BLOCKS
+    _, _, file = BLOCKS
     assert len([line for line in file.splitlines() if line]) < 40
-    header = "from redline.testing.numerics import departure\n"
-    assert two.run(execute, [header, file, numbers]) == [True, True]
+    for knobs in ({"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "zero": 3}):
+        assert two.run(departs, [file], "workload", knobs) == [False, False]

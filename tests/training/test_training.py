@@ -8,7 +8,7 @@ import pytest
 import torch
 from redline.base.errors import WorkloadError
 from redline.models import flops_of
-from redline.schedule.rounding import allowance, loss_allowance
+from redline.schedule.comparison import allowance, loss_allowance
 from redline.training import Training, gradients
 from redline.training.precision import Precision
 from tiers import diagonal
