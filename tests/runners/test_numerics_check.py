@@ -57,7 +57,7 @@ def test_non_finite_losses_are_wrong_without_a_reference(bad):
     assert verdict(PROBE, None, last_loss=bad) == f"loss is {bad} at the last step"
     assert verdict(changed(loss=bad), None) == f"loss is {bad} at the probe"
     assert verdict(changed(blocks=(bad, 1.0)), None) == "the probe's results are not finite: the gradient's norm is 2.0"
-    assert verdict(replace(PROBE, logits=(bad,)), None) != ""
+    assert verdict(replace(PROBE, logits=(bad,)), None) is not None
     assert verdict(PROBE, None) is None
 
 
@@ -69,27 +69,6 @@ def test_a_narrow_format_is_granted_its_rounding_by_depth_and_no_more():
     assert "repeated block 0" in verdict(replace(changed(blocks=(1.05, 1.2)), roundoff=BF16))
     shallow = replace(PROBE, depth=4)
     assert "repeated block 0" in verdict(replace(rounded, depth=4), Reference(probe=shallow))
-
-
-def test_a_reference_in_a_narrow_format_is_granted_its_own():
-    coarse = Reference(probe=replace(PROBE, roundoff=BF16, loss_roundoff=BF16))
-    moved = changed(blocks=(1.03, 1.2))
-    assert verdict(moved, coarse) is None
-    # Both sides round: the tolerance doubles.
-    assert verdict(replace(changed(blocks=(1.07, 1.2)), roundoff=BF16), coarse) is None
-    assert verdict(changed(blocks=(1.07, 1.2)), coarse) != ""
-
-
-def test_a_loss_that_is_computed_in_a_narrow_format_is_granted_that():
-    moved = replace(changed(loss=9.03), roundoff=BF16)
-    assert "the loss on the probe is 9.03" in verdict(moved)
-    assert verdict(replace(moved, loss_roundoff=BF16)) is None
-
-
-def test_a_block_without_a_gradient_is_held_to_the_scale_of_the_whole():
-    none = Reference(probe=changed(blocks=(0.0, 1.2)))
-    assert verdict(changed(blocks=(1e-10, 1.2)), none) is None
-    assert "repeated block 0" in verdict(changed(blocks=(1e-3, 1.2)), none)
 
 
 def noisy(noise, **values):
@@ -104,20 +83,6 @@ def test_dropout_may_draw_other_masks_but_not_be_off_or_stronger():
     assert "by 0.28" in verdict(noisy(0.28), reference)  # half of the dropouts
 
 
-def test_the_noise_of_a_few_numbers_is_left_to_chance_but_not_its_being_there():
-    few = Reference(probe=replace(noisy(0.4), noise_numbers=8))
-    assert verdict(noisy(0.1), few) is None
-    assert verdict(PROBE, few) != ""
-
-
-def test_a_step_with_dropout_may_depart_by_the_masks_but_not_grossly():
-    reference = Reference(probe=noisy(0.4))
-    assert verdict(noisy(0.4, step=replace(STEP, loss=9.15, blocks=(0.6, 0.6))), reference) is None
-    assert "the loss in the first step is 9.6" in verdict(noisy(0.4, step=replace(STEP, loss=9.6)), reference)
-    gone = noisy(0.4, step=replace(STEP, blocks=(0.1, 0.6)))
-    assert "repeated block 0 in the first step is 0.1, the reference's 0.5" in verdict(gone, reference)
-
-
 def test_steps_over_other_samples_are_not_compared():
     other = replace(PROBE, step=replace(STEP, loss=5.0, samples=8))
     assert verdict(other) == verdict(replace(PROBE, step=None)) is None
@@ -130,7 +95,7 @@ def test_probes_of_other_weights_or_samples_are_not_compared_with_a_note():
         "not compared with the reference, which has other weights: fused.bias and 1 more"
     )
     assert "probed with 2 samples, not 4" in why_incomparable(changed(samples=4), REFERENCE)
-    assert verdict(replace(brought, logits=(math.nan,))) != ""
+    assert verdict(replace(brought, logits=(math.nan,))) is not None
     known = Reference(probe=replace(PROBE, weights=1000))
     wider = replace(changed(loss=5.0), weights=2000)
     assert verdict(wider, known) is None

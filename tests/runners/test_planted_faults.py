@@ -1,11 +1,9 @@
 """Every planted fault is found, one at a time, and no correct configuration is called wrong."""
 
 import sys
-from dataclasses import replace
 
 import cloudpickle
 import faults
-import numerics_table as numerics
 import pytest
 import redline
 import torch
@@ -127,10 +125,10 @@ def test_a_planted_fault_is_found(subject, name, fault):
         training = one(name)  # this fault needs a training that takes a step
         with fault(training):
             found = together([take(training)], [first_step(training)[1]])
-        assert verdict(found, expected) != ""
+        assert verdict(found, expected) is not None
         return
     with fault(training):
-        assert verdict(together([take(training)]), expected) != ""
+        assert verdict(together([take(training)]), expected) is not None
     # It is the planted fault that was found.
     if fault in (EVERYWHERE[0], EVERYWHERE[-3], OWN[name][0], OWN[name][-1]):
         assert verdict(together([take(training)]), expected) is None
@@ -157,7 +155,7 @@ def test_a_fault_is_found_without_all_logits(subject, unformed, name, fault):
     _, expected = subject(name)
     training = unformed(name)
     with fault(training):
-        assert verdict(together([take(training)]), expected) != ""
+        assert verdict(together([take(training)]), expected) is not None
     assert verdict(together([take(training)]), expected) is None
 
 
@@ -191,7 +189,7 @@ def two_as_they_should_be(two):
 
 
 def hold_on_two(two, expected, name, fault, knobs):
-    assert verdict(on_ranks(two, name, knobs, fault), expected) != ""
+    assert verdict(on_ranks(two, name, knobs, fault), expected) is not None
     if fault in (faults.partial_sums_are_not_added, faults.ranks_disagree, faults.a_stage_is_not_updated):
         assert verdict(on_ranks(two, name, knobs), expected) is None
 
@@ -201,16 +199,6 @@ def hold_on_two(two, expected, name, fault, knobs):
 )
 def test_a_fault_that_takes_two_ranks_is_found(two, two_as_they_should_be, fault, knobs):
     hold_on_two(two, two_as_they_should_be("gpt2-tiny"), "gpt2-tiny", fault, knobs)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", MODELS[1:])
-@pytest.mark.parametrize(("fault", "knobs"), (*ON_TWO, *MORE_ON_TWO), ids=lambda value: getattr(value, "__name__", ""))
-def test_a_fault_that_takes_two_ranks_is_found_in_every_model(two, two_as_they_should_be, name, fault, knobs):
-    if fault is faults.bias_is_added_on_every_rank and name in ("llama-tiny", "t5-tiny"):
-        pytest.skip("has no biases")
-    hold_on_two(two, two_as_they_should_be(name), name, fault, knobs)
 
 
 # Correct configurations
@@ -279,34 +267,3 @@ def test_no_configuration_of_a_preset_is_wrong(two, four, name, devices):
     made, configs = sampled(name, devices, count)
     base = {"dp": devices, "micro_batch": 8} if devices > 1 else {"micro_batch": 8}
     assert hold_sound(pool, made, configs, base) == count
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("family", numerics.FAMILIES)
-def test_no_cell_of_the_table_is_wrong(two, four, family):
-    # 15 families in 11 combinations, except those that a family does not support: another 150, formats in turn.
-    formats = ("fp32", "bf16", "bf16_pure")
-    cells = [
-        (combination, numerics.COMBINATIONS[combination])
-        for combination in numerics.COMBINATIONS
-        if not numerics.obstacle(family, combination) and "fusion" not in numerics.COMBINATIONS[combination]
-    ]
-    for at, (combination, knobs) in enumerate(cells):
-        ranks = numerics.ranks(combination)
-        pool, made = {2: two, 4: four}[ranks], numerics.tiny(family, combination)
-        assert hold_sound(pool, made, [{**knobs, "precision": formats[at % 3]}], {"dp": ranks}) == 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
-def test_compiled_configurations_are_not_wrong(subject, name):
-    _, expected = subject(name)
-    made = replace(workload(name), global_batch=32)
-    for knobs in (
-        {"micro_batch": 8, "fusion": True},
-        {"micro_batch": 16, "fusion": True, "precision": "bf16", "checkpoint_ratio": 0.5},
-    ):
-        torch.compiler.reset()
-        assert verdict(run(None, made, knobs), expected) is None, knobs

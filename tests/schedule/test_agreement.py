@@ -188,40 +188,6 @@ def test_a_norm_that_is_given_a_piece_says_what_to_do(two):
 # Messages
 
 
-class Loop(nn.Module):
-    """Its forward names the model differently from `self`."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(net, x):
-        return net.other(net.one(x))
-
-
-def check_positional():
-    torch.manual_seed(0)
-    sch = create_schedule(Loop(), mesh(pp=2))
-    sch["one"].cut_pipeline_stage()
-    model, _ = build(sch, loss=lambda output, target: output.square().mean())
-    return float(model.pipeline.step(inputs(0)))
-
-
-def test_a_pipeline_takes_its_batch_by_position(two):
-    torch.manual_seed(0)
-    expected = float(Loop()(inputs(0)).square().mean().detach())
-    assert two.run(check_positional) == pytest.approx([expected, expected])
-
-
-def check_group():
-    with pytest.raises(ScheduleError, match="mesh must be a DeviceMesh with named axes, but got ProcessGroup"):
-        create_schedule(Net(), dist.group.WORLD)
-
-
-def test_a_process_group_is_no_mesh(two):
-    two.run(check_group)
-
-
 # Paths
 
 

@@ -6,7 +6,6 @@ from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.forward import layers_of
 from redline.schedule.graph.called import check_read
-from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.primitives.checkpoint import Checkpointed
 from torch import nn
 from torch.nn import functional as F
@@ -72,23 +71,6 @@ def test_after_an_export_the_layers_of_torch_are_in_the_graph_as_well(sch):
     sch.trace(tracer="export", examples=torch.randn(2, 8))
     with pytest.raises(ScheduleError, match=r"hook on 'inner.fc': the graph of 'the root'.*sch.trace, keep it a call"):
         sch["inner.fc"].hook("fwd_post", lambda module, args, output: output)
-
-
-def test_replacing_all_of_a_type_is_refused_where_one_is_in_a_graph(sch):
-    sch["more.0"].hook("fwd_pre", lambda module, args: None)
-    sch.trace(flatten=True)
-    with pytest.raises(ScheduleError, match="replace on 'inner'"):
-        sch.replace_all(Inner, lambda old: Other())
-    assert type(sch["more.0"].module) is Inner
-
-
-def test_exchanges_and_random_streams_of_such_a_module_are_refused():
-    sch = create_schedule(Outer(), PlannedMesh(tp=2))
-    sch.trace(flatten=True)
-    with pytest.raises(ScheduleError, match="sync on 'inner'"):
-        sch["inner"].sync("bwd_post", "all_reduce")
-    with pytest.raises(ScheduleError, match="fork_rng on 'inner'"):
-        sch["inner"].fork_rng()
 
 
 def test_modules_still_called_by_the_graph_take_primitives(sch):

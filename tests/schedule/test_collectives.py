@@ -152,3 +152,74 @@ def check_uneven():
 
 def test_dimensions_that_the_ranks_do_not_divide_are_refused_on_every_rank(two):
     two.run(check_uneven)
+
+
+def columns_then_rows(sch):
+    sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def rows_of(sch, *names):
+    """Sums these modules' gradients over ranks, as each rank has a part of the batch."""
+    for name in names:
+        sch[name].sync("bwd_post", "all_reduce", on="parameters")
+
+
+def features_to_rows(sch):
+    sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["fc1"].sync("fwd_post", "all_to_all", axis=0, join=-1)
+    rows_of(sch, "fc2")
+    sch["fc2"].sync("fwd_post", "all_gather", axis=0)
+
+
+def features_to_rows_and_back(sch):
+    sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["fc1"].sync("fwd_post", "all_to_all", axis=0, join=-1).sync("fwd_post", "all_to_all", axis=-1, join=0)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def gathered_behind_each(sch):
+    for name in ("fc1", "fc2"):
+        sch[name].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        sch[name].sync("fwd_post", "all_gather", axis=-1)
+
+
+def whole_to_features(sch):
+    sch["fc1"].sync("fwd_post", "scatter", axis=-1)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def whole_to_rows(sch):
+    sch["fc1"].sync("fwd_post", "scatter", axis=0)
+    rows_of(sch, "fc2")
+    sch["fc2"].sync("fwd_post", "all_gather", axis=0)
+
+
+def rows_throughout(sch):
+    sch["fc1"].sync("fwd_pre", "scatter", axis=0)
+    rows_of(sch, "fc1", "fc2")
+    sch["fc2"].sync("fwd_post", "all_gather", axis=0)
+
+
+SCHEMES = (
+    lambda sch: None, features_to_rows, features_to_rows_and_back, columns_then_rows, gathered_behind_each,
+    whole_to_features, whole_to_rows, rows_throughout,
+)  # fmt: skip
+
+
+def check_schemes(seed):
+    for scheme in SCHEMES:
+        torch.manual_seed(seed)
+        sch = create_schedule(Pair(), mesh(tp=2))
+        with verify(sch, torch.randn(4, 6, 6)):
+            scheme(sch)
+    # Gradients of modules that see a part of the batch are partial, and nothing sums them here.
+    torch.manual_seed(seed)
+    wrong = create_schedule(Pair(), mesh(tp=2))
+    with pytest.raises(ScheduleError, match="gradient of fc"), verify(wrong, torch.randn(4, 6, 6)):
+        wrong["fc1"].sync("fwd_pre", "scatter", axis=0)
+        wrong["fc2"].sync("fwd_post", "all_gather", axis=0)
+
+
+def test_two_layers_are_computed_in_eight_ways_of_cutting_what_is_between_them(two, seed):
+    two.run(check_schemes, seed)

@@ -60,24 +60,6 @@ def test_replicas_train_as_one_process_on_the_whole_batch(two, make_transformer,
         assert max(states) < 1.3 * whole
 
 
-def test_data_and_tensor_parallel_together(four, make_transformer, seed):
-    four.run(check_stage, make_transformer, "llama", 3, {"dp": 2, "tp": 2}, seed)
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_groups_of_replicas_train_as_one_process(four, make_transformer, seed, zero):
-    results = four.run(check_stage, make_transformer, "llama", zero, {"dp": 4}, seed, 2)
-    # Each of the two groups has all of AdamW's state.
-    assert sum(state for state, _ in results) == pytest.approx(2 * 2 * results[0][1], rel=0.02)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_every_stage_with_tensor_parallel(four, make_transformer, seed, name, zero):
-    four.run(check_stage, make_transformer, name, zero, {"dp": 2, "tp": 2}, seed)
-
-
 def check_blocks(make):
     from torch.distributed.fsdp import FSDPModule
 

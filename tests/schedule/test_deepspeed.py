@@ -43,16 +43,6 @@ def pair(two):
     yield from pool(two, 2)
 
 
-@pytest.fixture(scope="module")
-def quad(two):
-    yield from pool(two, 4)
-
-
-@pytest.fixture(scope="module")
-def octet(two):
-    yield from pool(two, 8)
-
-
 def language(seed):
     """A batch of eight sentences with some masked tokens."""
     tokens = torch.randint(3, 96, (8, 16), generator=torch.Generator().manual_seed(1 + seed))
@@ -142,12 +132,6 @@ def test_a_cut_model_in_the_engine_trains_as_one_process(pair, make_transformer,
     pair.run(check_replicas, make_transformer, {"tp": 2}, 0, 1, seed, timeout=900)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("zero", [1, 2])
-def test_replicas_of_a_cut_model_in_the_engine(quad, make_transformer, seed, zero):
-    quad.run(check_replicas, make_transformer, {"dp": 2, "tp": 2}, zero, 1, seed, timeout=900)
-
-
 # Pipelines
 
 
@@ -183,26 +167,6 @@ def check_stages(make, name, axes, zero, cuts, layers, seed):
 def test_two_stages_in_the_engine_with_their_ties_train_as_one_process(pair, make_transformer, seed, name):
     first, last = pair.run(check_stages, make_transformer, name, {"pp": 2}, 0, [0], 2, seed, timeout=900)
     assert not set(first) & set(last) or name == "gpt2"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("axes", "zero", "cuts", "layers"),
-    [
-        ({"pp": 2, "dp": 2}, 0, [0], 2),
-        ({"pp": 2, "dp": 2}, 1, [0], 2),
-        ({"pp": 2, "tp": 2}, 0, [0], 2),
-        ({"pp": 4}, 0, [0, 1, 2], 4),
-    ],
-)
-def test_stages_in_the_engine_with_replicas_and_cuts(quad, make_transformer, seed, axes, zero, cuts, layers):
-    quad.run(check_stages, make_transformer, "llama", axes, zero, cuts, layers, seed, timeout=900)
-
-
-@pytest.mark.exhaustive
-def test_stages_replicas_and_cuts_in_the_engine(octet, make_transformer, seed):
-    axes = {"pp": 2, "dp": 2, "tp": 2}
-    octet.run(check_stages, make_transformer, "gpt2", axes, 1, [0], 2, seed, timeout=900)
 
 
 class Layer(nn.Module):

@@ -41,22 +41,6 @@ def test_every_primitive_has_an_example():
     assert not missing
 
 
-def test_every_counterpart_of_a_test_of_slapos_is_there():
-    index = Path(__file__).with_name("SLAPO.md").read_text()
-    ours = {
-        name
-        for row in index.splitlines()
-        if row.startswith("| ")
-        for name in re.findall(r"`(test_\w+)`", row.split("|")[2])
-    }
-    found = {
-        name
-        for path in Path(__file__).parent.glob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
-    }
-    assert len(ours) > 40 and ours - found == set()
-
-
 def test_every_example_is_listed():
     _, _, table = PAGE.read_text().partition("## Examples")
     listed = set(re.findall(r"^\| `(\w+\.py)` \|", table, re.M))

@@ -12,12 +12,9 @@ from redline.schedule import build, create_schedule
 from redline.schedule.parallel import experts as parallel
 from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.parallel.experts import (
-    ExpertParallel,
     counted_rows,
     dropped_rows,
     expect_unequal_tokens,
-    mixtures_of,
-    num_experts,
 )
 from redline.schedule.parallel.sharding import full_state_dict
 from torch import nn
@@ -128,23 +125,6 @@ def test_ranks_compute_the_same_as_one_process(request, route, ranks, zero):
         assert found < 1e-12
 
 
-def forgotten(route):
-    """Departure if gradients of experts are averaged over the ranks that hold them instead of all replicas."""
-    from redline.schedule.parallel import replicas
-
-    take = replicas._Bucket.take
-    replicas._Bucket.take = lambda bucket, param, ranks: take(bucket, param, bucket.axis.size)
-    try:
-        return departure(route, 0)
-    finally:
-        replicas._Bucket.take = take
-
-
-def test_a_mean_over_too_few_replicas_is_seen(two):
-    for found in two.run(forgotten, "evenly"):
-        assert found > 1e-3
-
-
 def limited(model, chosen, factor):
     """Reference for dropped rows: only the largest weights of each expert are kept, the others are set to 0."""
     most = math.ceil(factor * chosen.numel() / EXPERTS)
@@ -232,11 +212,6 @@ def test_ranks_that_share_experts_may_have_unequal_numbers_of_tokens(two, route)
         assert found < 1e-12 and dropped > 0
 
 
-def test_rows_that_are_kept_by_their_position_are_seen(two):
-    for found, _ in two.run(departure_with_capacity, "evenly", 0.5, 2, 0, True):
-        assert found > 1e-3
-
-
 def exchanges(factor, training):
     """Counts the exchanges of a forward and backward pass of two mixtures. Returns the sizes that a rank sends."""
     seen, send = [], parallel.all_to_all_rows
@@ -304,11 +279,6 @@ def test_ranks_that_share_layers_divide_the_tokens_of_whole_experts(two, route, 
         assert found < 1e-12
 
 
-def test_gradients_of_a_part_of_the_tokens_alone_are_seen(two):
-    for found in two.run(departure_of_whole, "evenly", 1, False):
-        assert found > 1e-3
-
-
 def indivisible():
     model, _ = build(create_schedule(Model(), mesh(tp=2)).shard_experts(2, whole=True))
     with pytest.raises(
@@ -320,26 +290,6 @@ def indivisible():
 
 def test_tokens_that_ranks_cannot_divide_are_refused(two):
     assert two.run(indivisible) == [True, True]
-
-
-def held():
-    model = spread(Model(), 2, zero=0)
-    (first, _) = mixtures_of(model).values()
-    state = full_state_dict(model)
-    return first.num_experts, num_experts(first), tuple(first.up_proj.shape), {k: v.shape for k, v in state.items()}
-
-
-def test_a_rank_holds_its_share_and_the_state_is_that_of_the_whole(two):
-    whole = {name: value.shape for name, value in Model().state_dict().items()}
-    for count, experts, shape, state in two.run(held):
-        assert (count, experts, shape) == (2, 4, (2, 16, 8))
-        assert state == whole
-
-
-def test_a_module_that_is_no_mixture_is_none():
-    model = Model()
-    assert list(mixtures_of(model)) == ["blocks.0.experts", "blocks.1.experts"]
-    assert mixtures_of(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))) == {}
 
 
 def planned(model=None, ranks=2, **more):
@@ -391,11 +341,3 @@ def planned_shared():
 def test_invalid_expert_parallelism_is_refused_and_changes_nothing(call, message):
     with pytest.raises(ScheduleError, match=re.escape(message)):
         call()
-
-
-def test_an_export_sees_what_is_spread():
-    sch = planned(ranks=2).shard_experts(2)
-    experts = sch.module.blocks[0].experts
-    (layer,) = [each for each in experts.forward.layers if isinstance(each, ExpertParallel)]
-    assert (layer.axis.size, layer.replicas.size, layer.experts) == (2, 1, 4)
-    assert experts.up_proj.shape == (2, 16, 8)

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-import yaml
 from ranks import mesh
 from redline.base.errors import ScheduleError
-from redline.schedule import apply_recipe, build, create_schedule, verify
+from redline.schedule import build, create_schedule, verify
 from redline.schedule.primitives.fused import Attention, written_out
 from tiny_families import FAMILIES, batch, made, trained
 from torch import nn
@@ -132,24 +131,6 @@ def test_checkpoints_go_to_the_original_and_back():
     plain = Block()
     plain.load_state_dict(built.state_dict())
     assert close(passed(plain, x), passed(built, x))
-
-
-def test_a_recipe_fuses_again():
-    sch = fused(create_schedule(block()))
-    text = yaml.safe_dump(sch.recipe())
-    again = apply_recipe(create_schedule(block()), yaml.safe_load(text))
-    assert kinds(again) == kinds(sch) and again.recipe() == sch.recipe()
-
-
-def test_half_precision_and_autocast_stay_what_they_were():
-    x = torch.randn(2, 6, 16)
-    plain, model = block(), block()
-    built, _ = build(fused(create_schedule(model)))
-    with torch.autocast("cpu", torch.bfloat16):
-        one, other = built(x), plain(x)
-    assert one.dtype == other.dtype and torch.allclose(one, other, rtol=0.05, atol=0.05)
-    one, other = built.bfloat16()(x.bfloat16()), plain.bfloat16()(x.bfloat16())
-    assert one.dtype == torch.bfloat16 and torch.allclose(one, other, rtol=0.05, atol=0.05)
 
 
 def test_a_missing_pattern_is_reported():

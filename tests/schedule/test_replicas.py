@@ -154,10 +154,6 @@ def test_partly_used_gradients_are_averaged_and_unused_ones_left_alone(two, seed
     assert all(two.run(check_training, zero, seed, 4, without, True))
 
 
-def test_a_rank_that_owns_nothing_trains_along(two, seed):
-    assert all(two.run(check_training, 1, seed, 1, [[], []], False))
-
-
 def check_format(seed):
     torch.manual_seed(seed)
     plain = Tower()
@@ -178,21 +174,3 @@ def check_format(seed):
 def test_gradients_can_travel_in_bfloat16_and_are_kept_in_float32(two, seed):
     for sent, kept, rounded in two.run(check_format, seed):
         assert sent == {torch.bfloat16} and kept == {torch.float32} and rounded
-
-
-def check_step_with_owners():
-    model, optimizer = replicated(tower(), 1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    model(data()[1]).sum().backward()
-    before = {name: each.detach().clone() for name, each in model.named_parameters()}
-    optimizer.step()
-    scheduler.step()
-    both = [torch.empty_like(model.layers[0].weight) for _ in range(2)]
-    dist.all_gather(both, model.layers[0].weight.detach())
-    moved = all(not torch.equal(before[name], each) for name, each in model.named_parameters())
-    return torch.equal(*both), moved, optimizer.param_groups[0]["lr"]
-
-
-def test_after_a_step_with_owners_all_ranks_have_the_same_weights(two):
-    for same, moved, rate in two.run(check_step_with_owners):
-        assert same and moved and rate == pytest.approx(5e-4)

@@ -1,8 +1,9 @@
 """Replacement of a subgraph: the settings it inherits from the modules inside, and the modules that leave the model."""
 
+import copy
+
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from ranks import mesh
 from redline.base.errors import ScheduleError, TraceError
@@ -116,22 +117,6 @@ def test_an_exchange_in_the_middle_of_what_is_replaced_is_refused(two):
     two.run(check_inside)
 
 
-def check_dead_sync():
-    sch = create_schedule(seeded(MLP), mesh(tp=2))
-    sch["fc1"].shard(["weight", "bias"], axis=0)
-    sch["fc2"].shard("weight", axis=1)
-    sch.trace()
-    sch.replace(gelu_linear, sch.find(gelu_linear))
-    with pytest.raises(ScheduleError, match="sync on .fc2.: the graph of .the root. does not call it"):
-        sch["fc2"].sync("fwd_post", "all_reduce")
-    with pytest.raises(ScheduleError, match="'fc2' returns partial sums on each rank, and nothing adds them up"):
-        build(sch)
-
-
-def test_the_sync_of_a_module_that_nothing_calls_does_not_count(two):
-    two.run(check_dead_sync)
-
-
 # Other settings on the modules
 
 
@@ -195,14 +180,6 @@ def test_parameters_that_nothing_uses_leave_the_model():
     assert all(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
 
-def test_parameters_that_the_replacement_is_given_stay_where_they_are():
-    sch = create_schedule(seeded(MLP))
-    sch.trace()
-    names = list(sch.module.state_dict())
-    sch.replace(linear_gelu, sch.find(linear_gelu))
-    assert list(sch.module.state_dict()) == names
-
-
 def test_tied_parameters_stay_at_their_other_places(recwarn):
     model = nn.Sequential(nn.Linear(8, 8), seeded(MLP))
     model[1].fc1 = nn.Linear(8, 8)
@@ -214,24 +191,6 @@ def test_tied_parameters_stay_at_their_other_places(recwarn):
     assert "0.weight" in model.state_dict() and "1.fc1.weight" not in model.state_dict()
     warned = [str(each.message) for each in recwarn if "not kept" in str(each.message)]
     assert len(warned) == 1 and "1.fc1.bias (8,)" in warned[0] and "weight" not in warned[0]
-
-
-def check_replicas():
-    sch = create_schedule(seeded(MLP), mesh(dp=2))
-    sch.trace()
-    sch.replace(Dense(sch["fc1"].module), sch.find(lambda x: F.gelu(call_module("fc1", x))))
-    sch.shard_data(zero=0)
-    model, optimizer = build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
-    for step in range(3):
-        model(torch.randn(2, 8, generator=torch.Generator().manual_seed(step * 2 + dist.get_rank()))).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def test_replicas_train_behind_a_replacement(two):
-    one, other = two.run(check_replicas)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # One module for several
@@ -331,20 +290,6 @@ def test_a_parameter_of_a_pattern_stands_for_an_option_too(pattern):
     sch.trace()
     (found,) = sch.find(pattern)
     assert found.inputs[-1] in (0.3, "tanh", 1e-6, -1)
-
-
-def test_an_option_goes_to_the_replacement():
-    sch = create_schedule(seeded(MLP))
-    sch.trace()
-    seen = []
-
-    def drop(x, p):
-        seen.append(p)
-        return x
-
-    sch.replace(drop, sch.find(lambda x, p: F.dropout(x, p)))
-    build(sch)[0](torch.randn(2, 8))
-    assert seen == [0.25]
 
 
 @pytest.mark.parametrize(
@@ -499,3 +444,93 @@ def check_called_twice(count):
 @pytest.mark.parametrize("count", [1, 2])
 def test_calls_of_one_module_are_replaced_one_by_one_or_at_once_with_their_exchanges(two, count):
     two.run(check_called_twice, count)
+
+
+def calls(sch):
+    """Children that a traced module calls."""
+    return [node.target for node in sch.graph.nodes if node.op == "call_module"]
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act1 = nn.Linear(4, 4), nn.ReLU()
+        self.list = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x):
+        x = self.act1(self.fc1(x))
+        for each in self.list:
+            x = each(x)
+        return self.inner(x)
+
+
+def test_a_replacement_s_own_modules_are_not_replaced_again(seed):
+    torch.manual_seed(seed)
+    sch = create_schedule(Nested())
+    with verify(sch, torch.randn(2, 4)):
+        # An activation followed each already: a second one would have no effect.
+        sch.replace_all(nn.Linear, lambda old: nn.Sequential(old, nn.ReLU()))
+    assert [type(each) for each in sch["fc1"].module] == [nn.Linear, nn.ReLU]
+    assert type(sch["list.0.0"].module) is nn.Linear and "inner.0.1" in sch
+
+
+class Joined(nn.Module):
+    """The projections to queries, keys and values as one product."""
+
+    def __init__(self, old):
+        super().__init__()
+        parts = (old.query, old.key, old.value)
+        self.weight = nn.Parameter(torch.cat([each.weight for each in parts]).detach())
+        self.bias = nn.Parameter(torch.cat([each.bias for each in parts]).detach())
+
+    def forward(self, x, *sizes):
+        return [each.view(sizes).transpose(1, 2) for each in F.linear(x, self.weight, self.bias).chunk(3, -1)]
+
+
+@pytest.fixture
+def layer(make_transformer, seed):
+    """A layer of BERT with step-by-step attention, and its inputs."""
+    torch.manual_seed(seed)
+    model = make_transformer("bert", device="cpu")
+    model.set_attn_implementation("eager")
+    return model.bert.encoder.layer[0], torch.randn(2, 16, 32)
+
+
+def heads(x, a, b, c, d):
+    return call_module("query|key|value", x).view(a, b, c, d).transpose(1, 2)
+
+
+def test_the_projections_of_attention_become_one(layer):
+    block, x = layer
+    sch = create_schedule(block.attention.self).trace(examples=(x,))
+    with verify(sch, x):
+        found = sch.find(heads, explain=True)
+        assert [each.nodes[0].target for each in found] == ["query", "key", "value"]
+        with pytest.warns(UserWarning, match="not kept"):
+            sch.replace(Joined(sch.module), found, name="qkv", together=True)
+    assert [name for name, _ in sch.module.named_parameters()] == ["qkv.weight", "qkv.bias"]
+    assert calls(sch) == ["qkv"]
+
+
+def scores(q, k, v, scale, p):
+    weights = F.softmax(torch.matmul(q, k.transpose(2, 3)) * scale, dim=-1)
+    return torch.matmul(F.dropout(weights, p), v)
+
+
+def efficient(q, k, v, scale, p):
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+def test_attention_by_hand_becomes_the_efficient_one_and_mixed_up_arguments_are_noticed(layer):
+    block, x = layer
+    sch = create_schedule(block).trace(flatten=True, examples=(x,))
+    wrong = sch.copy()
+    attention = create_schedule(copy.deepcopy(block.attention.self)).trace(examples=(x,))
+    with pytest.raises(ScheduleError, match="is used by output"):  # it also returns the weights, which a layer drops
+        attention.replace(efficient, attention.find(scores, explain=True))
+    with verify(sch, x):
+        sch.replace(efficient, sch.find(scores, explain=True))
+    assert len(sch.find("efficient")) == 1
+    with pytest.raises(ScheduleError, match="departs"), verify(wrong, x):
+        wrong.replace(lambda q, k, v, scale, p: efficient(k, q, v, scale, p), wrong.find(scores))

@@ -1,7 +1,6 @@
 """Tensor and sequence parallelism on real ranks: values, gradients, training steps, refusals and pitfalls."""
 
 import copy
-import pickle
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,13 +23,11 @@ from redline.schedule.comparison import allowance
 from redline.schedule.parallel.partial import PartialEmbedding
 from redline.schedule.parallel.sharding import shards_of, whole
 from torch import nn
+from torch.nn import functional as F
 
 
 def plan(sch, name, sequence_parallel=False):
     schedule_of(name)(sch, {"tp": 2, "sequence_parallel": sequence_parallel})
-
-
-FAMILIES = ["gpt2", "bert", "llama"]
 
 
 def batch(seed=0):
@@ -75,16 +72,9 @@ def check_transformer(make, name, sequence_parallel, checkpoint, axes, seed):
     return True
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(("name", "sequence_parallel"), [("gpt2", False), ("llama", True)])
 def test_transformers_train_as_one_process_does(two, make_transformer, seed, name, sequence_parallel):
     two.run(check_transformer, make_transformer, name, sequence_parallel, True, {"tp": 2}, seed)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", FAMILIES[:2])
-def test_transformers_train_on_four_ranks(four, make_transformer, seed, name):
-    four.run(check_transformer, make_transformer, name, True, True, {"tp": 4}, seed)
 
 
 # Sizes that change with a cut
@@ -197,25 +187,6 @@ def check_convolutions(seed):
 
 def test_convolutions_and_embeddings_are_cut_along_features(two, seed):
     two.run(check_convolutions, seed)
-
-
-def check_copies(make):
-    torch.manual_seed(0)
-    sch = create_schedule(make(), mesh(tp=2))
-    cut_mlp(sch)
-    sch["fc1"].annotate("weight", "group", "wide")
-    built, _ = build(sch)
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    for other in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
-        assert torch.equal(other(x), built(x))
-        for param in other.parameters():
-            nn.init.zeros_(param)
-        assert not other(x).any() and built(x).any()
-    assert built.fc1.weight.group == "wide"
-
-
-def test_a_cut_model_is_copied_and_pickled(two, mlp):
-    two.run(check_copies, type(mlp))
 
 
 def check_state(make, seed):
@@ -370,11 +341,10 @@ def check_dropout_in_a_transformer(make, name, seed):
     return loss.item(), kept
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_with_dropout_whole_parameters_keep_equal_gradients_on_all_ranks(two, make_transformer, seed, name):
-    one, other = two.run(check_dropout_in_a_transformer, make_transformer, name, seed)
+def test_with_dropout_whole_parameters_keep_equal_gradients_on_all_ranks(two, make_transformer, seed):
+    one, other = two.run(check_dropout_in_a_transformer, make_transformer, "bert", seed)
     assert one[0] == other[0] and one[1].keys() == other[1].keys() and len(one[1]) > 4
-    numeric.same(one[1], other[1], allowance(make_transformer(name), 4 * 16))
+    numeric.same(one[1], other[1], allowance(make_transformer("bert"), 4 * 16))
 
 
 # Recipes and compilation
@@ -393,21 +363,6 @@ def check_recipe(make):
 
 def test_a_parallel_schedule_is_data_too(two, make_transformer):
     two.run(check_recipe, make_transformer)
-
-
-def check_compiled(make):
-    sch = create_schedule(make("llama"), mesh(tp=2))
-    data = batch()
-    data.pop("attention_mask")
-    with verify(sch, data, device=device()):
-        plan(sch, "llama")
-        for block in sch.select("model.layers.*"):
-            block.checkpoint().compile(backend="aot_eager")
-
-
-@pytest.mark.exhaustive
-def test_compiled_blocks_with_tensor_parallelism(two, make_transformer):
-    two.run(check_compiled, make_transformer)
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -429,3 +384,70 @@ def test_parts_of_a_vocabulary_compute_what_the_whole_embedding_does(made):
         found += layer(part, part.forward, (tokens,), {}).detach()
         assert part.padding_idx == 5
     torch.testing.assert_close(found, whole(tokens).detach())
+
+
+class Bottleneck(nn.Module):
+    """Convolutions with batch norms, as in a residual network."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv3, self.bn3 = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return self.bn3(self.conv3(F.relu(y)))
+
+
+def check_bottleneck(seed):
+    torch.manual_seed(seed)
+    x = torch.randn(4, 4, 6, 6)
+    sch = create_schedule(Bottleneck(), mesh(tp=2))
+    plain, norm = sch.copy().module, ["weight", "bias", "running_mean", "running_var"]
+    with verify(sch, x):
+        sch["conv1"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        sch["bn1"].shard(norm, axis=0)
+        sch["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        sch["conv3"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        sch["bn3"].shard(norm, axis=0).sync("fwd_post", "all_gather", axis=1)
+    built, _ = build(sch)
+    assert [len(each.running_var) for each in (built.bn1, built.bn2, built.bn3)] == [4, 8, 8]
+    plain(x), built(x)
+    found, expected = full_state_dict(built), plain.state_dict()
+    assert found.keys() == expected.keys()
+    numeric.same({name: value.float() for name, value in found.items()}, expected, allowance(plain, x.numel()))
+
+
+def test_convolutions_are_cut_with_their_norms_and_running_statistics(two, seed):
+    two.run(check_bottleneck, seed)
+
+
+class Thrice(nn.Module):
+    """One weight in three places."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.first.weight = self.second.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.second(F.relu(self.first(self.embed(tokens))))
+
+
+def check_thrice(seed):
+    torch.manual_seed(seed)
+    sch = create_schedule(Thrice(), mesh(tp=2))
+    with pytest.raises(ScheduleError, match="tied"):
+        sch["embed"].shard("weight", axis=0)
+    with verify(sch, torch.arange(8).reshape(2, 4)):
+        sch["embed"].shard("weight", axis=0, tied=True).sync("fwd_post", "all_reduce")
+        for name in ("first", "second"):
+            sch[name].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
+    built, _ = build(sch)
+    assert built.embed.weight is built.first.weight is built.second.weight and built.embed.weight.shape == (4, 8)
+
+
+def test_a_weight_in_three_places_is_cut_at_all_of_them(two, seed):
+    two.run(check_thrice, seed)

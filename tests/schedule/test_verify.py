@@ -12,14 +12,6 @@ from redline.schedule import apply_recipe, build, create_schedule, verify
 from torch import nn
 
 
-def double(old):
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    return Doubled(old.in_features, old.out_features)
-
-
 class Detached(nn.Linear):
     """Has a correct output with a wrong gradient."""
 
@@ -69,15 +61,6 @@ def test_a_wrong_gradient_behind_a_right_output_is_found(mlp):
         verify(sch, torch.randn(3, 8)),
     ):
         sch["fc1"].replace(detached)
-
-
-def test_a_scaled_gradient_is_found(mlp):
-    sch = create_schedule(mlp)
-    with (
-        pytest.raises(ScheduleError, match=r"the gradient of fc1.(weight|bias) departs by 0.5"),
-        verify(sch, torch.randn(3, 8)),
-    ):
-        sch["fc2"].hook("bwd_post", lambda m, gin, gout: (gin[0] / 2,))
 
 
 def a_little(tensor, share=1e-3):

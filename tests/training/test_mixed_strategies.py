@@ -1,7 +1,6 @@
 """Blocks with different strategies compute the same as one process."""
 
 from dataclasses import replace
-from datetime import timedelta
 
 import numeric
 import numerics_table as numerics
@@ -9,53 +8,40 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline.models import workload
-from redline.schedule.parallel import sharing
 from redline.training import Training
 
 CPU = torch.device("cpu")
 DEPTH = {"llama": "num_hidden_layers", "gpt2": "n_layer", "mixtral": "num_hidden_layers"}
 TWO = [
     ("llama", {"tp": 2, "micro_batch": 2}, "0:tp1 1-2:- 3:tp1,ckpt"),
-    ("llama", {"tp": 2, "micro_batch": 4}, "0-3:tp1"),
     ("llama", {"tp": 2, "micro_batch": 4}, "0-1:tp1,zero3 2:ckpt 3:-"),
     ("llama", {"dp": 2, "micro_batch": 2}, "0:ckpt 1:zero1 2:zero2 3:zero3"),
     ("gpt2", {"dp": 2, "zero": 3, "micro_batch": 2}, "0:zero0 1:zero1 2:ckpt 3:-"),
-    ("gpt2", {"tp": 2, "micro_batch": 2}, "0-1:tp1,zero1 2-3:ckpt"),
     ("gpt2", {"tp": 2, "micro_batch": 8, "kernels": True}, "0:- 1-3:tp1,zero2"),
     ("mixtral", {"tp": 2, "micro_batch": 2}, "0-1:tp1 2-3:-"),
     ("llama", {"pp": 2, "grad_accum": 4, "stage_blocks": "1,3"}, "0:- 1:ckpt 2:- 3:ckpt"),
     ("gpt2", {"dp": 2, "zero": 1, "micro_batch": 2}, "0-1:offload,ckpt 2-3:-"),
     ("llama", {"dp": 2, "zero": 3, "micro_batch": 2}, "0:- 1-2:offload 3:-"),
-    ("llama", {"tp": 2, "pp": 1, "micro_batch": 4}, "0-1:offload 2:- 3:tp1"),
     ("mixtral", {"dp": 2, "micro_batch": 2}, "0:ep2 1:ep2,zero3 2:zero2 3:ckpt"),
     ("mixtral", {"dp": 2, "ep": 2, "zero": 2, "micro_batch": 2}, "0:ep1 1:zero3,ckpt 2-3:-"),
     ("llama", {"tp": 2, "micro_batch": 1}, "0:tp1,sp2,ckpt 1:tp1,sp2 2:- 3:tp1,sp2"),
-    ("llama", {"tp": 2, "micro_batch": 2, "attention": "eager"}, "0:tp1,sp2,zero3 1-2:tp1 3:-"),
     ("gpt2", {"tp": 2, "micro_batch": 1, "fusion": True}, "0:- 1-3:tp1,sp2"),
-    ("mixtral", {"tp": 2, "micro_batch": 1}, "0-1:tp1,sp2 2-3:-"),
     ("llama", {"tp": 2, "micro_batch": 1}, "0:tp1,cp2 1:tp1,cp2,ckpt 2:- 3:tp1,sp2"),
-    ("gpt2", {"tp": 2, "micro_batch": 2, "attention": "eager"}, "0:tp1,cp2,zero2 1:tp1 2-3:-"),
     ("mixtral", {"tp": 2, "micro_batch": 1}, "0-1:tp1,cp2 2-3:-"),
 ]
-AT_ONCE = [TWO[0], TWO[4], TWO[8], TWO[9], TWO[14]]
+AT_ONCE = [each for number, each in enumerate(TWO) if number in (0, 3, 6, 7, 11)]
 FOUR = [
     ("llama", {"tp": 2, "dp": 2, "micro_batch": 2}, "0-1:tp1,zero3 2-3:zero2"),
     ("llama", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}, "0:tp1 1:zero1 2:tp1,zero0 3:ckpt"),
-    ("llama", {"tp": 2, "pp": 2, "grad_accum": 2}, "0-2:tp1 3:ckpt"),
     ("llama", {"tp": 2, "pp": 2, "grad_accum": 2, "stage_blocks": "3,1"}, "0-1:tp1 2:ckpt 3:-"),
     ("gpt2", {"dp": 2, "pp": 2, "grad_accum": 2, "zero": 1, "stage_blocks": "1,3"}, "0-1:ckpt 2-3:-"),
     ("llama", {"dp": 2, "pp": 2, "grad_accum": 2, "zero": 2}, "0-1:offload 2:ckpt 3:-"),
     ("llama", {"tp": 2, "sp": 2, "micro_batch": 4}, "0-1:tp1,ckpt 2-3:-"),
     ("llama", {"tp": 2, "cp": 2, "zero": 1, "micro_batch": 4}, "0-1:tp1,zero3 2-3:-"),
-    ("llama", {"tp": 2, "dp": 2, "micro_batch": 2, "fusion": True}, "0-1:tp1 2-3:-"),
     ("gpt2", {"tp": 4, "micro_batch": 4}, "0:tp1,zero3 1:tp2,zero2 2:ckpt 3:tp2"),
-    ("gpt2", {"tp": 4, "micro_batch": 4}, "0-1:tp2 2-3:tp1"),
-    ("gpt2", {"tp": 2, "pp": 2, "grad_accum": 4, "zero": 0}, "0:tp1 1-2:ckpt 3:tp1"),
-    ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "micro_batch": 2}, "0-1:tp1 2:- 3:ckpt"),
     ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "zero": 3, "micro_batch": 2}, "0-1:tp1,zero2 2:zero1 3:-"),
     ("mixtral", {"dp": 4, "micro_batch": 2}, "0:ep4,zero2 1:ep2,ckpt 2:ep2,zero3 3:-"),
     ("mixtral", {"tp": 2, "cp": 2, "ep": 2, "micro_batch": 4}, "0-1:tp1 2-3:-"),
-    ("llama", {"tp": 2, "sp": 2, "zero": 3, "micro_batch": 2}, "0-1:tp1,sp4 2-3:-"),
     ("llama", {"tp": 2, "cp": 2, "micro_batch": 2}, "0:tp1,cp4,zero1 1:tp1,sp2 2:tp1 3:-"),
     ("llama", {"tp": 2, "pp": 2, "grad_accum": 2}, "0-1:tp1,sp2 2:- 3:tp1,cp2,ckpt"),
     ("llama", {"tp": 2, "dp": 2, "zero": 2, "micro_batch": 1}, "0-1:tp1,sp2 2:tp1,cp2,zero3 3:-"),
@@ -111,19 +97,6 @@ def test_stages_whose_ranks_share_experts_and_samples_unlike_each_other(eight, s
     hold(eight, "mixtral", UNLIKE_STAGES, "0-1:tp1 2-3:-", seed)
 
 
-def counted(config):
-    """Returns the number of ranks in a process group that is made after a training."""
-    Training(deep("mixtral"), config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
-    ranks = torch.ones(())
-    dist.all_reduce(ranks, group=dist.new_group(timeout=timedelta(seconds=30)))
-    return int(ranks)
-
-
-@pytest.mark.slow
-def test_the_ranks_of_all_stages_make_the_groups_of_each(eight):
-    assert eight.run(counted, {**UNLIKE_STAGES, "strategy": "0-1:tp1 2-3:-"}) == [8] * 8
-
-
 def test_chunks_of_unlike_numbers_of_blocks_compute_what_one_process_computes(two, seed):
     config = {
         "pp": 2,
@@ -173,24 +146,6 @@ def test_a_stage_has_the_blocks_that_are_given(two):
     config = {"pp": 2, "grad_accum": 4}
     assert two.run(held, config) == [[0, 1], [2, 3]]
     assert two.run(held, {**config, "stage_blocks": "1,3"}) == [[0], [1, 2, 3]]
-
-
-def summed_over_replicas_alone(family, config, text, seed):
-    """Plants a fault: gradients of a run's weights are treated as if they already covered all samples on each rank."""
-    shared = sharing.shared_parameters
-    from redline.schedule.primitives import data_parallel
-
-    data_parallel.shared_parameters = lambda root: {}
-    try:
-        return numeric.departure(deep(family), {**config, "strategy": text}, seed)
-    finally:
-        data_parallel.shared_parameters = shared
-
-
-def test_gradients_of_a_part_of_the_samples_alone_are_seen(two, seed):
-    for found in two.run(summed_over_replicas_alone, *TWO[0], seed):
-        worst = found.largest_of("gradients")
-        numeric.caught(worst.by, worst.allowed, worst.description)
 
 
 def drawn(config):
