@@ -1,7 +1,5 @@
 """Calls in forked processes."""
 
-import _thread
-import ctypes
 import gc
 import os
 import signal
@@ -106,41 +104,6 @@ def test_beside_another_thread_or_on_one_core_the_call_is_made_here(monkeypatch)
     finally:
         end.set()
         thread.join()
-
-
-def test_beside_threads_of_backward_passes_the_call_is_made_here(monkeypatch):
-    """A fork of a process with such threads, one a CUDA device, raises at its first backward pass."""
-    monkeypatch.setattr(forked, "usable_cores", lambda: 2)
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
-    named, end, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def wait():
-        for text, reached, left in ((b"pt_autograd_0", named, end), (b"\xec", ended, named)):
-            name = ctypes.create_string_buffer(text)
-            forked.prctl(15, ctypes.addressof(name))  # PR_SET_NAME
-            reached.set()
-            left.wait()
-
-    assert beside(os.getpid)() != os.getpid()
-    _thread.start_new_thread(wait, ())  # as threads of C++, it is unknown to `threading`
-    named.wait()
-    try:
-        assert beside(os.getpid)() == os.getpid()
-    finally:
-        end.set()
-        ended.wait()
-    assert beside(os.getpid)() != os.getpid(), "a name need not be text"
-
-
-def test_a_call_is_made_here_if_the_kernel_refuses_a_process(monkeypatch):
-    def refused():
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(forked, "usable_cores", lambda: 2)
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
-    monkeypatch.setattr(forked.os, "fork", refused)
-    assert forked.started(os.getpid) is None
-    assert beside(os.getpid)() == os.getpid()
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "pass", "sys.exit('an error')"])

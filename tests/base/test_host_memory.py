@@ -68,27 +68,9 @@ def test_without_limits_it_is_the_machines(tmp_path):
     assert total_memory_mib(kernel.groups) == psutil.virtual_memory().total / MIB
 
 
-def test_a_container_that_sees_its_own_part_only_finds_its_group(tmp_path):
-    kernel = Kernel(tmp_path, 1, path="/docker/abc/jobs", root="/docker/abc")
-    assert [each.folder for each in kernel.groups] == [kernel.point / "jobs", kernel.point]
-
-
-@pytest.mark.parametrize("path", ["/../elsewhere", "/other/host/path"])
-def test_a_path_beyond_what_is_mounted_leaves_what_is(tmp_path, path):
-    kernel = Kernel(tmp_path, 2, path=path, root="/" if path.startswith("/..") else "/docker/abc")
-    assert [each.folder for each in kernel.groups] == [kernel.point]
-
-
 def test_a_machine_without_control_groups_has_none(tmp_path):
     assert memory_groups(tmp_path / "proc") == ()
     assert total_memory_mib(()) == psutil.virtual_memory().total / MIB
-
-
-def test_version_1_counts_where_a_machine_has_both(tmp_path):
-    kernel = Kernel(tmp_path, 1)
-    both = (kernel.proc / "mountinfo").read_text() + MOUNTS[2].format(root="/", point=tmp_path / "unified") + "\n"
-    (kernel.proc / "mountinfo").write_text(both)
-    assert {each.version for each in kernel.groups} == {1}
 
 
 @pytest.mark.parametrize("version", [1, 2])

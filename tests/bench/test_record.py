@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import redline
-from redline.base.errors import UsageError
 from redline.results import Measurement, Status
 from redline.space import Space
 
@@ -80,39 +79,6 @@ def test_recording_resumes_where_it_stopped(space, tmp_path):
     assert lines[0].startswith("dp,zero,micro_batch,status,reason,tokens_per_second,step_ms,")
     assert lines[1] == "1,0,4,ok,,50000.0,20.00,,0.50000,,1"  # without replicas zero has its default
     assert lines[2].startswith("1,0,8,oom,too much,")
-
-
-def test_the_fastest_of_several_passes_is_kept(space, tmp_path):
-    path = tmp_path / "table.csv"
-    config = next(iter(space))
-    for step_ms, kept in ((20.0, "20.00"), (30.0, "20.00"), (10.0, "10.00")):
-        record.Table(path, space, "tokens_per_second").add(config, ok(step_ms))
-        (row,) = record.Table(path, space, "tokens_per_second").rows.values()
-        assert row["step_ms"] == kept
-    assert row["measured"] == "3"
-
-
-def test_a_table_of_another_space_is_refused(space, tmp_path):
-    path = tmp_path / "table.csv"
-    record.Table(path, space, "tokens_per_second").add(space.at(0), ok(20.0))
-    space.fix("micro_batch", 8)
-    with pytest.raises(UsageError, match="a row that is not in this space"):
-        record.Table(path, space, "tokens_per_second")
-    other = Space()
-    other.choice("tp", [1, 2])
-    with pytest.raises(UsageError, match="give the command that started it"):
-        record.Table(path, other, "tokens_per_second")
-
-
-@pytest.mark.parametrize(("beside", "says"), [("", None), ("- a list", "should hold a mapping and holds a list")])
-def test_a_table_s_facts_may_be_empty_but_not_malformed(tmp_path, beside, says):
-    (tmp_path / "one.csv").write_text("micro_batch,status,throughput\n1,ok,100\n")
-    (tmp_path / "one.yaml").write_text(beside)
-    if says is None:
-        assert tables.read_surface(tmp_path / "one.csv").facts == {}
-    else:
-        with pytest.raises(UsageError, match=says):
-            tables.read_surface(tmp_path / "one.csv")
 
 
 def test_a_failure_that_a_hungrier_run_outlived_was_no_lack_of_memory():

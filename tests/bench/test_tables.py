@@ -1,6 +1,5 @@
 """Published tables are read as runs: bad rows, unknown columns and unknown sources are reported and left out."""
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -36,19 +35,6 @@ GOLDEN = f"""{GOLDEN_COLUMNS}
 gpt,gpt_one,h100,0.5,4.0,8,640,,8,,1024,,2,32,2,2,1,,,true,true,,,,full,transformer_engine,true,,,
 moe,moe_one,h100,0.5,4.0,8,640,,8,,1024,,2,32,2,2,,,8,true,true,,,,,transformer_engine,,,,
 gpt,gpt_two,h100,,,8,640,,8,,1024,,2,32,2,2,,,,,,,,,,transformer_engine,,,,
-"""
-BRIDGE = """Model,System,#-GPUs,Precision,GBS,MBS,Sequence Length,FSDP,TP,PP,CP,VP,EP,Tokens / sec / GPU
-LLAMA3_70B,DGX-H100,64,FP8,128,1,8192,0,4,8,1,5,n/a,1500
-LLAMA3_70B,DGX-H100,63,FP8,128,1,8192,0,4,8,1,5,n/a,1500
-Mixtral_8x7B,DGX-H100,64,BF16,128,1,4096,0,1,1,1,n/a,8,1500
-LLAMA3_70B,DGX-H100,64,BF16,256,2,8192,64,1,1,1,n/a,n/a,"1,250"
-"""
-TITAN = """### Results
-**Table 9** FSDP. Llama 3.1 8B model. 16 GPUs. Local batch size 1, global batch size 16. Full activation checkpointing.
-| Techniques | TPS/GPU | Memory(GiB) |
-| ----- | ----: | ----: |
-| FSDP | 5,100 | 41.5 |
-| FSDP + torch.compile + Float8 | - | 40 |
 """
 IBM_COLUMNS = (
     "framework_config,mem_nvidia_mem_reserved,mem_peak_torch_mem_alloc_in_bytes,model_name_or_path,num_gpus,peft_method,"
@@ -129,24 +115,6 @@ def test_experts_are_spread_as_recipes_say(tables, degrees, knobs):
 def test_experts_that_cannot_be_spread_so_are_left_out(tables, degrees):
     with pytest.raises(tables.form.Left, match="experts over"):
         tables.form.spread_of(*degrees, {"dp": 8})
-
-
-def test_recipes_of_nvidia_leave_recomputation_open(tables, tmp_path):
-    found = source(tables, tmp_path / "bridge", performance_csv=BRIDGE)
-    first, mixture, last = found.runs
-    assert mixture.model.experts == 8 and mixture.config["ep"] == 8
-    assert first.config["dp"] == 2 and first.config["virtual_stages"] == 5 and first.config["sequence_parallel"]
-    assert last.config["zero"] == 3 and last.step_ms == pytest.approx(256 * 8192 / (1250 * 64) * 1e3)
-    assert {each["checkpoint_ratio"] for each in first.choices} >= {0.0, 1.0}
-    assert ["divide 63" in each for each in found.left] == [True]
-
-
-def test_pages_in_markdown_are_read_by_what_their_headings_say(tables, tmp_path):
-    found = source(tables, tmp_path / "titan", page_md=TITAN)
-    (run,) = found.runs
-    assert run.config["dp"] == 16 and run.config["checkpoint_ratio"] == 1 and run.memory_mib == 41.5 * 1024
-    assert run.step_ms == pytest.approx(8192 / 5100 * 1e3)
-    assert found.left == ["page.md:6: throughput, batch or sequence is not stated"]
 
 
 def test_rows_without_a_number_failed(tables, tmp_path):
@@ -262,12 +230,6 @@ def test_the_command_prints_a_line_for_each_source(tmp_path):
 )
 def test_numbers_of_cells(tables, text, value):
     assert tables.form.number(text) == value
-
-
-def test_units_of_memory_are_the_cells_or_the_columns(tables):
-    mib = tables.form.memory_mib
-    assert mib("2", "Memory(GiB)") == 2048 and mib("2 GiB", "peak") == 2048 and mib("2048", "gpu mem") == 2048
-    assert math.isclose(mib("1000", "max_alloc_MB"), 1e9 / 2**20) and mib("-", "Memory(GiB)") is None
 
 
 def test_the_interval_of_a_device_without_measured_runs_holds_its_bias_and_that_of_a_measured_one_does_not(tables):

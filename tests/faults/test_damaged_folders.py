@@ -4,12 +4,9 @@ import random
 import shutil
 
 import pytest
-from damage import ASKED, copied, damage, make_run, read_everything, serve_everything
-from redline.frameworks import export_targets, render
-from redline.models.architecture import NAMES
+from damage import copied, damage, make_run, read_everything, serve_everything
 from redline.results import View
-from redline.results.schema import REQUEST
-from redline.views.report import RunFiles, document
+from redline.views.report import RunFiles
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +41,7 @@ def test_a_whole_run_is_read_without_a_problem(whole):
 
 def test_damaged_runs_are_read_or_refused_in_words(whole, tmp_path):
     # Damage must be noticed often, or this test could not fail.
-    assert fuzz(whole, tmp_path, range(30)) > 10
+    assert fuzz(whole, tmp_path, range(12)) > 3
 
 
 @pytest.mark.slow
@@ -87,10 +84,6 @@ def test_a_part_of_another_type_is_named_and_left_out(whole, tmp_path, old, new,
     assert [problem for problem in read_everything(run, whole) if "Error" in problem] == []
 
 
-def test_every_size_of_a_model_is_checked():
-    assert set(NAMES) <= set(REQUEST["asked"]["shape"])
-
-
 def test_a_trial_that_makes_no_sense_is_named_and_left_out(whole, tmp_path):
     run = copied(whole, tmp_path / "run")
     text = (run / "study.log").read_text()
@@ -99,29 +92,3 @@ def test_a_trial_that_makes_no_sense_is_named_and_left_out(whole, tmp_path):
     view = View(run)
     assert [trial.number for trial in view.trials()] == [0, 2, 3, 4, 5, 6, 7, 8]
     assert "trial 1: peak_memory_mib must be a number, but got 'lots'; left out" in "".join(view.problems)
-
-
-OTHERS = [
-    {"precision": "high", "checkpoint_ratio": "some", "fusion": "all", "zero": "yes", "offload": 3},
-    {"precision": 16, "checkpoint_ratio": 7, "virtual_stages": "x", "reduce_dtype": "low", "attention": 2},
-]
-
-
-def test_a_callables_own_knobs_may_have_the_names_of_standard_ones(tmp_path):
-    names = {name: None for each in OTHERS for name in each}
-    asked = {
-        "model": "fn",
-        "workload": {"callable": "fn"},
-        "space": {"knobs": [{"name": name, "values": ["a"]} for name in names]},
-    }
-    run = make_run(tmp_path / "run", asked | {"devices": ASKED["devices"]}, OTHERS)
-    document(RunFiles.read(run))
-    view = View(run)
-    refused = read_everything(run, run)
-    assert not [each for each in refused if "needs a model" not in each], refused
-    for target in export_targets():
-        if target == "python":
-            continue
-        made = render(target, view.trials()[0], view.document)
-        if target not in ("yaml", "json", "env"):
-            assert any("precision=high" in note for note in made.notes), target

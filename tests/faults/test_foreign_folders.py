@@ -52,16 +52,6 @@ def test_no_database_that_a_run_names_is_opened_or_made(whole, tmp_path, there):
     assert any("only if you name it with --storage" in each for each in View(run).problems)
 
 
-def test_no_server_that_a_run_names_hears_of_it(whole, tmp_path):
-    run = copied(whole, tmp_path / "run")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.2)
-        names_storage(run, f"redis://127.0.0.1:{server.getsockname()[1]}/0")
-        read_all_ways(run)
-        with pytest.raises(TimeoutError):
-            server.accept()
-
-
 def test_no_storage_that_unpickles_is_opened_even_by_name(whole, tmp_path):
     """Optuna would unpickle a snapshot that the server sends. This server records whether anything connected."""
     asked_for = threading.Event()
@@ -173,10 +163,3 @@ def test_paths_that_cannot_be_are_refused_in_words(whole, tmp_path, name):
     ):
         with pytest.raises(UsageError, match="too long|NUL"):
             use(path)
-
-
-def test_the_commands_end_with_2_where_a_path_cannot_be(whole, tmp_path):
-    for command in (["show", "a" * 300], ["report", whole, "-o", "b/" * 3000]):
-        done = redline(*command, cwd=tmp_path)
-        assert done.returncode == 2 and "too long" in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -117,11 +117,6 @@ def test_slow_values_may_be_requested_and_missing_ones_are_refused(cpu, compiler
         space.fix("micro_batch", 5)
 
 
-def test_without_a_compiler_there_is_no_fusion(cpu, compiler):
-    compiler(False)
-    assert "fusion" not in values(default_space(workload("gpt2-tiny"), cpu))
-
-
 def test_flash_attention_needs_half_precision(cuda, compiler, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "flash_attn" else found(name))
@@ -231,13 +226,6 @@ def test_the_default_on_several_devices_is_plain_data_parallelism(cpu, compiler)
     assert (default["micro_batch"], default["grad_accum"]) == (8, 1)
 
 
-def test_one_device_has_no_parallel_knobs(cpu, compiler):
-    names = {knob.name for knob in default_space(workload("llama-tiny"), cpu, 1).knobs}
-    assert not names & {
-        "tp", "pp", "dp", "zero", "sequence_parallel", "pipeline_schedule", "virtual_stages", "offload"
-    }  # fmt: skip
-
-
 def test_degrees_that_the_model_cannot_have_are_excluded_with_the_reason(cpu, compiler):
     # 8 heads but 4 key-value heads; 8 blocks.
     space = default_space(workload("llama-tiny", global_batch=16), cpu, 16)
@@ -326,12 +314,6 @@ def test_a_global_batch_that_replicas_cannot_share_leaves_what_needs_none(cpu, c
     assert space.default()["tp"] == 2 and space.default()["micro_batch"] == 7
 
 
-def test_grad_accum_is_free_without_a_global_batch(cpu, compiler):
-    space = default_space(workload("gpt2-tiny"), cpu, 2, grad_accum=[1, 3])
-    assert {config["grad_accum"] for config in space} == {1, 3}
-    assert {config["micro_batch"] for config in space} == {1, 2, 4, 8, 16, 32}
-
-
 def test_micro_batches_are_the_divisors_or_where_too_many_the_powers_of_two():
     assert micro_batches(1) == [1]
     assert micro_batches(24) == [1, 2, 3, 4, 6, 8, 12, 24]
@@ -354,14 +336,6 @@ def test_ratios_that_choose_as_many_blocks_are_offered_once(blocks, expected):
     assert len({round(ratio * blocks) for ratio in expected}) == len(expected)
 
 
-def test_the_space_can_be_written_and_read(cpu, compiler, tmp_path):
-    space = default_space(workload("gpt2-tiny"), cpu)
-    space.to_yaml(tmp_path / "space.yaml")
-    again = Space.from_yaml(tmp_path / "space.yaml")
-    assert list(again) == list(space)
-    assert again.default() == space.default()
-
-
 def test_hints_say_what_takes_memory(cpu, cuda, compiler):
     space = default_space(workload("gpt2-tiny"), cpu)
     assert space["micro_batch"].monotone_memory == 1
@@ -370,12 +344,6 @@ def test_hints_say_what_takes_memory(cpu, cuda, compiler):
     space = default_space(workload("gpt2-tiny"), cuda(count=2), 2)
     assert space["zero"].monotone_memory == 0
     assert space["tp"].monotone_memory == space["pp"].monotone_memory == 0
-
-
-def test_every_call_returns_a_new_space(cpu, compiler):
-    made = workload("gpt2-tiny")
-    make_space(made, cpu).fix("micro_batch", 1)
-    assert len(make_space(made, cpu)["micro_batch"].values) == 6
 
 
 def test_fusion_needs_a_compiler_and_python_s_headers(cpu, cuda, monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ import torch
 from redline.base.errors import ScheduleError
 from redline.knobs.meaning import recomputed
 from redline.models import workload
-from redline.models.families import StandardSchedule, generic_schedule, schedule_of
+from redline.models.families import generic_schedule, schedule_of
 from redline.schedule import create_schedule
 from torch import nn
 
@@ -67,16 +67,6 @@ def test_blocks_are_those_of_the_largest_list_and_of_lists_like_it():
     assert paths(found) == ["encoder.0", "encoder.1", "encoder.2", "decoder.layers.0", "decoder.layers.1"]
 
 
-def test_lists_within_blocks_are_no_blocks():
-    class Mixture(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = nn.ModuleList(Block() for _ in range(4))
-
-    model = nn.Sequential(nn.Embedding(4, 8), nn.Sequential(*[Mixture() for _ in range(2)]))
-    assert paths(generic_schedule.blocks(create_schedule(model))) == ["1.0", "1.1"]
-
-
 @pytest.mark.parametrize(
     "model",
     [
@@ -112,11 +102,3 @@ def test_checkpointed_blocks_are_spread_evenly(count):
         assert len(indices) == chosen
         gaps = [after - before for before, after in pairwise(indices)]
         assert not gaps or max(gaps) - min(gaps) <= 1
-
-
-def test_schedules_travel_to_other_processes():
-    import pickle
-
-    for made in (generic_schedule, schedule_of("llama")):
-        again = pickle.loads(pickle.dumps(made))
-        assert isinstance(again, StandardSchedule) and again == made

@@ -8,7 +8,7 @@ from redline.base.device import Device
 from redline.models import hugging_face, workload
 from redline.models.families import StandardSchedule, standard
 from redline.models.families.tensor_parallel import Cuts, Regions, column_parallel, row_parallel
-from redline.models.skeleton import FOLLOWED, short_copy, skeleton, stand_ins_for
+from redline.models.skeleton import FOLLOWED, skeleton, stand_ins_for
 from redline.models.spaces import make_space
 from redline.schedule import create_schedule
 from redline.schedule.parallel.partition import meta_copy
@@ -108,18 +108,6 @@ def test_activations_that_each_block_makes_for_itself_are_compared_by_what_they_
     stack.blocks[5].act = ACT2FN[last]
     paths = [f"blocks.{number}" for number in range(8)]
     assert ("blocks.5" in stand_ins_for(stack, paths)) == alike
-
-
-def test_a_shortened_model_keeps_paths_and_tied_weights():
-    stack = Stack([8] * 8)
-    paths = [f"blocks.{number}" for number in range(8)]
-    assert stand_ins_for(stack, paths) == dict.fromkeys(paths[2:-1], "blocks.1")
-    stack.blocks[3].up.weight = stack.blocks[0].up.weight
-    short, left = short_copy(stack, paths)
-    assert left == ["blocks.0", "blocks.1", "blocks.3", "blocks.7"]
-    assert [name for name, _ in short.blocks.named_children()] == ["0", "1", "3", "7"]
-    assert short.get_submodule("blocks.3.up").weight is short.get_submodule("blocks.0.up").weight
-    assert len(stack.blocks) == 8
 
 
 def cut_attention(block, regions: Regions):

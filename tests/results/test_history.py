@@ -8,7 +8,7 @@ import pytest
 from redline.base.errors import StudyError
 from redline.base.reading import LARGEST_DOCUMENT
 from redline.results.history import STRETCHES, Curve, History
-from redline.results.trained import DOCUMENT, LOG, LONGEST_LINE, LogReader, highest_step, read_document, step_before
+from redline.results.trained import DOCUMENT, LOG, highest_step, read_document, step_before
 
 
 def line(step, loss=1.0, **more):
@@ -92,12 +92,6 @@ def test_a_training_that_began_again_without_a_checkpoint_counts_once(tmp_path):
     assert found.curves["loss"].points() == [(10, 5.0), (20, 4.0), (30, 3.0)]
 
 
-def test_a_checkpoint_that_ends_late_takes_no_step_back(tmp_path):
-    found = history(tmp_path, line(10), line(20), {"kind": "checkpoint", "step": 10, "failure": "full"}, line(30))
-    assert [step for step, _ in found.curves["loss"].points()] == [10, 20, 30]
-    assert (found.step, found.checkpoints[0]["failure"]) == (30, "full")
-
-
 @pytest.mark.parametrize(
     ("given", "last", "expected"),
     [
@@ -157,21 +151,6 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     assert found.damaged == 8
     assert [step for step, _ in found.curves["loss"].points()] == [1, 3]
     assert all(found.curves[name].points() == [] for name in ("lr", "grad_norm", "mfu", "memory_mib"))
-
-
-def test_a_line_without_an_end_costs_no_memory(tmp_path):
-    append(tmp_path, line(1), b'{"kind": "' + b"x" * (3 * LONGEST_LINE) + b'"}\n', line(2))
-    found = History(tmp_path)
-    while found.read(1.0) or found.unread:
-        assert len(found._reader._rest) <= LONGEST_LINE
-    assert found.step == 2 and found.damaged == 1
-
-
-def test_a_log_behind_a_link_is_not_read(tmp_path):
-    (tmp_path / "secret").write_text(json.dumps(line(1)) + "\n")
-    (tmp_path / LOG).symlink_to(tmp_path / "secret")
-    with pytest.raises(OSError, match="symbolic link"):
-        list(LogReader(tmp_path).lines())
 
 
 def test_the_highest_step_is_found_at_the_end_of_the_log(tmp_path):

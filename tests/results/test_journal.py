@@ -109,19 +109,6 @@ def test_the_lock_of_a_killed_process_is_removed_in_seconds(tmp_path, knobs, mak
     assert [entry.name for entry in tmp_path.iterdir()] == ["study.log"]
 
 
-def test_a_note_made_in_the_dashboard_meanwhile_is_kept(tmp_path, knobs, make_config, point, ok):
-    path = tmp_path / "study.log"
-    ledger = Ledger.open(path, name="a", metadata={}, knobs=knobs, make_config=make_config)
-    ledger.start(point(0), sampler="tpe")
-    other = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
-    other.set_study_system_attr(0, "dashboard:note", "look at this")
-    ledger.finish(0, ok())
-    assert ledger.trials()[0].ok
-    study = optuna.load_study(study_name="a", storage=other)
-    assert study.best_value == 1000.0
-    assert study._storage.get_study_system_attrs(0)["dashboard:note"] == "look at this"
-
-
 def test_a_relative_path_works_from_wherever_the_process_goes(tmp_path, monkeypatch, knobs, make_config, point):
     monkeypatch.chdir(tmp_path)
     ledger = Ledger.open("study.log", name="a", metadata={}, knobs=knobs, make_config=make_config)

@@ -2,9 +2,7 @@
 
 import json
 import logging
-import multiprocessing
 import sys
-import threading
 
 import optuna
 import pytest
@@ -184,14 +182,6 @@ def test_hostile_reasons_are_kept_exactly(source, open_ledger, point):
     assert open_ledger(source).trials()[0].measurement.reason == reason
 
 
-def test_asking_for_trials_does_not_read_the_file(tmp_path, open_ledger, point, ok):
-    ledger = open_ledger(tmp_path / "study.log")
-    ledger.start(point(), sampler="tpe")
-    ledger.finish(0, ok())
-    (tmp_path / "study.log").unlink()
-    assert [trial.number for trial in ledger.trials()] == [0]
-
-
 def test_the_cost_of_a_trial_does_not_grow_with_their_number(tmp_path, open_ledger, point, ok):
     ledger, calls = open_ledger(tmp_path / "study.log"), 0
 
@@ -215,24 +205,6 @@ def test_the_cost_of_a_trial_does_not_grow_with_their_number(tmp_path, open_ledg
     first = work(range(20, 40))
     work(range(40, 280))
     assert work(range(280, 300)) < 1.2 * first
-
-
-def test_threads_may_share_it(tmp_path, open_ledger, point, ok):
-    ledger = open_ledger(tmp_path / "study.log")
-
-    def work():
-        for number in range(20):
-            trial = ledger.start(point(number), sampler="tpe")
-            ledger.finish(trial.number, ok(trial.number + 1.0))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for each in (ledger, open_ledger(tmp_path / "study.log")):
-        assert [trial.number for trial in each.trials()] == list(range(80))
-        assert all(trial.measurement.throughput == trial.number + 1 for trial in each.trials())
 
 
 def test_wrong_use_is_refused_and_changes_nothing(source, open_ledger, point, ok, oom):
@@ -336,22 +308,3 @@ def test_optuna_says_nothing_and_its_verbosity_stays(source, open_ledger, point,
     assert capfd.readouterr() == ("", "")
     assert [str(each.message) for each in recwarn] == []
     assert logging.getLogger("optuna").level == logging.INFO
-
-
-def test_searches_that_create_one_database_at_once_all_open_it(tmp_path):
-    """Optuna creates its tables one by one, and fails where another process has created one meanwhile."""
-    context = multiprocessing.get_context("fork")
-    for attempt in range(3):
-        barrier, url = context.Barrier(4), f"sqlite:///{tmp_path}/{attempt}.db"
-        creators = [context.Process(target=created_together, args=(url, f"study {n}", barrier)) for n in range(4)]
-        for creator in creators:
-            creator.start()
-        for creator in creators:
-            creator.join(60)
-        assert [creator.exitcode for creator in creators] == [0] * 4
-        assert Ledger.load(url, name="study 3").trials() == []
-
-
-def created_together(url, name, barrier):
-    barrier.wait(60)
-    Ledger.open(url, name=name, metadata={}, knobs={"micro_batch": [1, 2]}).close()

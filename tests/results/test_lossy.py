@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 from redline.frameworks import export_targets, render
-from redline.knobs.lossy import exactness, lossy_in, lossy_of
+from redline.knobs.lossy import exactness, lossy_in
 from redline.results import Measurement, Status, Trial, View, listing, summary
 from redline.views.compare import compare
 from redline.views.notebook import html
@@ -65,16 +65,6 @@ def test_the_best_exact_configuration_is_shown_beside_the_winner(run):
     assert (head["exact"]["trial"], head["exactness"]) == (1, "without lossy values")
 
 
-def test_a_lack_of_exact_successes_is_reported(tmp_path, open_run, point, asked, knobs, ok):
-    asked = {**asked, "lossy": {"precision": ["bf16_pure"]}}
-    with open_run(tmp_path, asked=asked, knobs={**knobs, "precision": ("bf16_pure",)}) as run:
-        run.start(point(0, precision="bf16_pure"), sampler="default")
-        run.finish(0, ok(200.0))
-        assert summary.best_exact(run.trials()) is None
-        assert "without lossy values: none succeeded" in shown(run)
-        assert yaml.safe_load(run.write_best(["redline"]).read_text())["best_exact"] is None
-
-
 def test_every_table_marks_lossy_values_and_data_for_programs_does_not(run):
     assert re.search(r"^ +2 .* bf16_pure \(lossy\)", shown(View(run)), re.MULTILINE)
     asked = listing.Selection(columns=("trial", "precision"))
@@ -106,14 +96,6 @@ def test_a_run_that_asked_for_none_says_nothing_of_it(tmp_path, open_run, point,
         assert "lossy" not in shown(run) and "master" not in shown(run)
     assert "best_exact" not in yaml.safe_load((tmp_path / "best.yaml").read_text())
     assert document(RunFiles.read(tmp_path))["headline"]["exactness"] == ""
-
-
-@pytest.mark.parametrize(
-    "document",
-    [None, {}, {"asked": None}, {"asked": {"lossy": "precision"}}, {"asked": {"lossy": {"precision": "b"}}}],
-)
-def test_a_run_yaml_that_does_not_say_or_is_damaged_marks_nothing(document):
-    assert lossy_of(document) == {}
 
 
 def test_only_the_values_that_are_named_are_lossy():

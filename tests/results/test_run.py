@@ -12,7 +12,7 @@ import yaml
 from probes import probe
 from redline.base.errors import StudyError
 from redline.base.lock import FolderLock
-from redline.results import Measurement, RunFolder, Status, View, environment, read_table, request
+from redline.results import Measurement, Status, View, environment, read_table, request
 from redline.space import Space
 
 
@@ -88,12 +88,6 @@ def test_leftovers_of_a_run_are_never_overwritten(name, tmp_path, open_run):
         with pytest.raises(StudyError):
             open_run(tmp_path, resume=resume)
     assert snapshot(tmp_path) == {(tmp_path / name).relative_to(tmp_path): b"what is this\n"}
-
-
-def test_files_of_others_are_left_alone(tmp_path, open_run):
-    (tmp_path / "notes.txt").write_text("mine")
-    open_run(tmp_path).close()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_resuming_continues_where_it_stopped(tmp_path, open_run, point, ok, make_config):
@@ -231,12 +225,6 @@ def test_a_changed_request_is_refused_with_the_difference(path, value, message, 
     assert snapshot(tmp_path) == before
 
 
-def test_every_difference_is_listed(tmp_path, open_run, asked):
-    open_run(tmp_path).close()
-    with pytest.raises(StudyError, match=r"space.*devices\.type: was cpu, now cuda.*seq_len"):
-        open_run(tmp_path, asked=asked | {"seq_len": 1, "devices": {"type": "cuda"}, "space": None}, resume=True)
-
-
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -362,15 +350,6 @@ def test_a_fork_does_not_keep_the_lock_of_its_killed_parent(tmp_path, in_child):
         os.kill(orphan, 9)
 
 
-def test_a_fork_that_ends_does_not_take_the_lock_along(tmp_path, in_child):
-    lock = FolderLock(tmp_path)
-    in_child(lock.release)
-    with pytest.raises(StudyError, match="in use by process"):
-        FolderLock(tmp_path)
-    lock.release()
-    FolderLock(tmp_path).release()
-
-
 def test_best_yaml_says_what_won_and_how_to_have_it_again(tmp_path, open_run, point, ok):
     with open_run(tmp_path) as run:
         for number, throughput in enumerate([100.0, 300.0, 290.0]):
@@ -491,8 +470,3 @@ def test_statuses_and_texts_of_every_kind_survive_yaml(tmp_path, open_run, point
     assert best["best"]["measurement"]["loss"] == "nan"
     assert best["trials"] == {str(status): 1 for status in Status}
     assert best["reproduce"] == """redline tune 'it'"'"'s'"""
-
-
-def test_run_folders_are_made_by_open_only():
-    with pytest.raises(TypeError):
-        RunFolder("runs/a")

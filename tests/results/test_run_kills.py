@@ -6,6 +6,7 @@ import random
 import signal
 import time
 
+import pytest
 from redline.results import Ledger, View, read_table
 
 
@@ -22,13 +23,14 @@ def work(open_run, point, ok, folder, done):
         done.send(number)
 
 
-def test_no_kill_loses_a_finished_trial(tmp_path, open_run, point, ok, make_config):
+@pytest.mark.parametrize("times", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_no_kill_loses_a_finished_trial(times, tmp_path, open_run, point, ok, make_config):
     fork = multiprocessing.get_context("fork")
     choose = random.Random(7)
     acknowledged: set[int] = set()
     in_flight = 0
     open_run(tmp_path).close()
-    for _ in range(20):
+    for _ in range(times):
         mine, theirs = fork.Pipe(duplex=False)
         worker = fork.Process(target=work, args=(open_run, point, ok, tmp_path, theirs), daemon=True)
         worker.start()
@@ -58,11 +60,11 @@ def test_no_kill_loses_a_finished_trial(tmp_path, open_run, point, ok, make_conf
         assert len(trials) - len(finished) <= 1
         in_flight += len(trials) - len(finished)
         assert View(tmp_path).problems == []
-    assert in_flight > 0, "no kill hit a trial in flight; the test proves too little"
+    assert in_flight > 0 or times < 20, "no kill hit a trial in flight; the test proves too little"
     with open_run(tmp_path, resume=True) as run:
         for trial in run.pending():
             run.finish(trial.number, ok(trial.number + 0.5))
-        assert len(run.trials()) > 20
+        assert len(run.trials()) > times
         assert list(read_table(tmp_path / "trials.csv")[0]["trial"]) == list(range(len(run.trials())))
     leftovers = {each.name for each in tmp_path.iterdir()}
     assert leftovers == {".lock", "study.log", "trials.csv", "run.yaml", "logs"}

@@ -13,7 +13,7 @@ import redline
 from hypothesis import given, settings, strategies as st
 from redline.base.errors import StudyError
 from redline.results import Measurement, Status, Trial, read_table, table_frame
-from redline.results.columns import FIXED, MAX_TEXT, cell, fold, number, row, speed, unquoted
+from redline.results.columns import FIXED, cell, fold, number, row, unquoted
 from redline.results.table import Table, trials
 
 HEADER = (
@@ -73,19 +73,6 @@ def test_a_row_says_everything_plainly():
 
 
 @pytest.mark.parametrize(
-    ("throughput", "unit", "text"),
-    [
-        (12345.6, "tokens/s", "12,346 tokens/s"),
-        (0.123456, "", "0.1235"),
-        (4.0, "1/seconds", "0.25 seconds"),
-        (0.0, "1/seconds", "0 1/seconds"),
-    ],
-)
-def test_people_read_a_throughput_and_of_what_is_to_be_small_the_value_itself(throughput, unit, text):
-    assert speed(throughput, unit) == text
-
-
-@pytest.mark.parametrize(
     ("value", "text"),
     [
         (0.0, "0"),
@@ -113,10 +100,6 @@ def test_a_folded_text_is_one_printable_line_and_folding_again_changes_nothing(t
     assert folded.splitlines() in ([folded], [])
     folded.encode()
     assert fold(folded) == folded
-
-
-def test_long_texts_are_cut():
-    assert fold("x" * 100_000) == "x" * (MAX_TEXT - 1) + "…"
 
 
 @settings(max_examples=60, deadline=None)
@@ -274,14 +257,6 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path):
         read_table(tmp_path / "trials.csv")
 
 
-def test_bytes_that_are_no_text_are_reported(tmp_path):
-    path = write(tmp_path / "trials.csv", ["name"], trial(0, {"name": "caf"}), trial(1, {"name": "x"}))
-    path.write_bytes(path.read_bytes().replace(b"caf", b"caf\xe9"))
-    frame, problems = read_table(path)
-    assert list(frame["knob.name"]) == ["caf\ufffd", "x"]
-    assert "not UTF-8" in problems[0]
-
-
 def test_a_frame_of_trials_is_what_reading_their_table_gives(tmp_path):
     knobs = ["tp", "ratio", "flag", "name", "sometimes"]
     config = {"tp": 2, "ratio": 0, "flag": True, "name": "sdpa", "sometimes": 3}
@@ -303,18 +278,6 @@ def test_a_frame_of_trials_is_what_reading_their_table_gives(tmp_path):
         trial(0, config, Measurement(status=Status.OK, throughput=1.5), sampler="default"),
         trial(1, dict(given_trials[1].config), given_trials[1].measurement),
     ]
-
-
-def test_a_trial_more_beside_5000_formats_one_row(tmp_path, monkeypatch):
-    table = Table(tmp_path / "trials.csv", ["tp", "name"])
-    outcome = Measurement(status=Status.OK, throughput=1234.5, unit="tokens/s", step_ms=12.5, log="logs/1.log")
-    for i in range(5000):
-        table.put(trial(i, {"tp": i, "name": "sdpa"}, outcome, sampler="tpe"))
-    formatted = []
-    monkeypatch.setattr("redline.results.table.row", lambda *given: formatted.append(given) or row(*given))
-    table.put(trial(5000, {"tp": 1, "name": "sdpa"}, outcome))
-    table.write()
-    assert len(formatted) == 1 and len((tmp_path / "trials.csv").read_text().splitlines()) == 5002
 
 
 def test_every_line_is_csv_that_others_read(tmp_path):

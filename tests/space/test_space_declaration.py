@@ -198,11 +198,6 @@ def test_fix_and_override_that_leave_nothing_name_the_constraint(space):
     assert space["tp"].values == (1, 2, 4, 8)
 
 
-def test_derive_that_leaves_nothing_is_refused(space):
-    space.require(space["tp"] == 1)
-    refused(space, "has no value in any configuration", lambda s: s.derive("x", 8 // (s["tp"] - 1)))
-
-
 def test_fix_leaves_one_value_and_keeps_the_place(space):
     space.fix("tp", 4)
     assert [knob.name for knob in space.knobs] == ["tp", "pp", "precision"]
@@ -379,13 +374,6 @@ def test_division_by_zero_in_a_callable_counts_as_no_value(space):
     assert {config["pp"] for config in space} == {2, 4}
 
 
-def test_an_operand_of_another_space_is_meant_by_name(space):
-    twin = Space()
-    twin.choice("tp", [1, 2])
-    space.require(twin["tp"] <= 2)
-    assert {config["tp"] for config in space} == {1, 2}
-
-
 def test_a_copy_is_independent(space):
     space.require(space["tp"] * space["pp"] <= 8)
     twin = space.copy()
@@ -428,45 +416,9 @@ def test_rules_may_be_any_callable(space):
         space.require(max)
 
 
-def test_overflow_has_no_value():
-    space = Space()
-    a = space.choice("a", [1, 2**40])
-    b = space.choice("b", [1, 2**40])
-    space.derive("ab", a * b)
-    assert len(space) == 3
-    space.require(a * b * 2 > 2)
-    assert [(c["a"], c["b"]) for c in space] == [(1, 2**40), (2**40, 1)]
-
-
-def test_text_knobs_are_compared_with_each_other():
-    space = Space()
-    left = space.choice("left", ["x", "y", None])
-    right = space.choice("right", ["y", "z", None])
-    space.require(left == right)
-    assert [tuple(config.values()) for config in space] == [("y", "y"), (None, None)]
-
-
-def test_the_empty_space_holds_the_empty_configuration():
-    space = Space()
-    assert len(space) == 1 and list(space) == [{}] and space.default() == {} and space.sample(3) == [{}]
-    assert space.columns() == {} and {} in space and space.index({}) == 0
-
-
 def test_the_example_in_the_docstring_of_space_is_true():
     assert doctest.testmod(redline.space.space).failed == 0
     assert doctest.testmod(redline.space.space).attempted >= 5
-
-
-def test_a_constraint_whose_knobs_are_never_present_together_excludes_nothing():
-    """`--fix tp=1` removes the knobs that exist with tp > 1; rules that name two of them stay and say nothing."""
-    space = Space()
-    tp = space.choice("tp", [1])
-    space.choice("split", ["rows", "columns"], when=tp > 1)
-    space.choice("chunks", [1, 2], when=tp > 1)
-    space.require((space["split"] == "rows") & (space["chunks"] > 4), "many chunks")
-    assert len(space) == 1 and space.default() == {"tp": 1}
-    with pytest.raises(SpaceError, match="can never hold"):
-        space.require(tp > 1, "two ranks")
 
 
 def test_a_range_of_floats_is_a_grid_with_both_ends():
@@ -480,11 +432,6 @@ def test_a_range_of_floats_is_a_grid_with_both_ends():
     refused(space, "low < high must hold, but got low=2.0, high=1.0", lambda s: s.number("x", 2, 1))
     refused(space, "count must be from 2 to", lambda s: s.number("x", 1, 2, count=1))
     refused(space, "differ by less than four digits", lambda s: s.number("x", 1, 1.001, count=99))
-
-
-def test_a_tuple_as_a_value_is_refused_with_the_line_to_write(space):
-    line = r"space.require_one_of\(\[\{'part1': 16, 'part2': 8\}, ...\]\)"
-    refused(space, line, lambda s: s.choice("block", [(16, 8), (32, 4)]))
 
 
 def test_a_rule_may_take_the_configuration_as_a_mapping(space):

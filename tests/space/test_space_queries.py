@@ -125,13 +125,6 @@ def test_explain_says_where_a_value_cannot_be_computed():
     ]
 
 
-def test_explain_shows_both_sides_of_an_equation_without_a_value():
-    space = Space()
-    pp = space.choice("pp", [0, 1])
-    space.require(4 // pp == 4)
-    assert space.explain({"pp": 0}) == "violates `4 // pp == 4` with pp=0: `4 // pp` has no value"
-
-
 def test_a_predicate_that_raises_surfaces_with_the_point():
     space = Space()
     space.choice("x", [1, 2])
@@ -180,18 +173,6 @@ def test_default_is_the_valid_configuration_nearest_to_the_defaults():
     assert space.default() == {"tp": 8, "pp": 2, "precision": "bf16"}
 
 
-def test_one_large_change_is_nearer_than_two_small_ones():
-    space = Space()
-    a, b, c = (space.integer(name, 1, 10) for name in "abc")
-    space.require(((a == 2) & (b == 2)) | (c == 10) | ((c == 7) & (a == 1)))
-    assert space.default() == {"a": 1, "b": 1, "c": 7}
-
-
-def test_index_needs_a_member(space):
-    with pytest.raises(SpaceError, match=r"not in the space: .*violates `tp \* pp <= 8`"):
-        space.index({"tp": 8, "pp": 4, "ratio": 0, "precision": "fp32", "fusion": False, "dp": 0})
-
-
 def test_samples_are_uniform(space):
     counts = dict.fromkeys(space, 0)
     for seed in range(400):
@@ -199,14 +180,6 @@ def test_samples_are_uniform(space):
             counts[config] += 1
     expected = 1200 / len(counts)
     assert sum((count - expected) ** 2 / expected for count in counts.values()) < 1.5 * len(counts)
-
-
-def test_a_sample_of_everything_is_the_whole_space(space):
-    assert set(space.sample(10**6, seed=1)) == set(space)
-    assert space.sample(0) == []
-    assert space.sample(5, seed=1) != space.sample(5, seed=2)
-    with pytest.raises(SpaceError, match="count >= 0 must hold, but got -1"):
-        space.sample(-1)
 
 
 def test_a_huge_product_of_small_components_is_never_listed(huge):
@@ -317,17 +290,6 @@ def test_neighbours_are_all_that_differ_in_a_few_knobs(space, listed, monkeypatc
             assert len(near) == len(set(near)) and set(near) == expected
 
 
-def test_choices_of_a_large_space_are_drawn_with_a_seed(huge, unlisted):
-    for large in (huge, unlisted):
-        drawn = large.choices(200, seed=5)
-        configs = large.made(drawn)
-        assert len(set(configs)) == len(configs) == drawn.rows > 100 and all(each in large for each in configs)
-        assert configs == large.made(large.choices(200, seed=5)) != large.made(large.choices(200, seed=6))
-        again = drawn.followed_by(drawn.take(np.arange(3)))
-        assert large.made(again.unique()) == configs
-        assert large.made(again.unique(without=drawn.take(np.arange(50)))) == configs[50:]
-
-
 def test_a_space_too_tight_for_random_search_says_so(monkeypatch):
     space = Space()
     knobs = [space.integer(f"k{at}", 0, 9) for at in range(6)]
@@ -353,22 +315,6 @@ def test_a_constraint_that_empties_a_space_of_which_no_point_is_known_is_refused
         space.require(sum(knobs) == 0)
 
 
-def test_columns_are_the_enumeration_in_codes(space):
-    columns = space.columns()
-    assert list(columns) == [knob.name for knob in space.free] == ["tp", "pp", "ratio", "precision", "fusion"]
-    assert all(column.dtype == np.int32 for column in columns.values())
-    for at, config in enumerate(space):
-        for knob in space.free:
-            code = columns[knob.name][at]
-            assert (code == -1 and knob.name not in config) or knob.values[code] == config[knob.name]
-
-
-def test_describe_tells_people_what_there_is(space):
-    text = space.describe()
-    assert text.splitlines()[0] == f"{len(space)} configurations to try"
-    assert "tp * pp <= 8  devices" in text and "= 8 // (tp * pp)" in text and "when tp > 1" in text
-
-
 def test_predicates_are_called_once_for_every_combination_that_occurs():
     space = Space()
     for name in "abcd":
@@ -383,30 +329,6 @@ def test_predicates_are_called_once_for_every_combination_that_occurs():
     seen.clear()
     assert len(space) == 45 * 100
     assert len(seen) <= 120 and set(seen) == {(a, b) for a in range(1, 11) for b in range(1, 11)}
-
-
-def test_derived_knobs_that_always_have_a_value_do_not_bind_components_together():
-    space = Space()
-    knobs = [space.integer(f"k{at}", 1, 100) for at in range(8)]
-    space.derive("total", sum(knobs))
-    assert space.size == 100**8
-    assert space.at(0)["total"] == 8
-
-
-def test_products_may_be_zero_and_factors_negative():
-    space = Space()
-    names = [space.choice(name, [-2, -1, 0, 1, 2, 4, 6]) for name in "abc"]
-    a, b, c = names
-    space.require(a * b * c == 0)
-    space.require((4 - a) * (b + c) == 8 - a * c)
-    expected = [
-        (x, y, z)
-        for x in a.values
-        for y in a.values
-        for z in a.values
-        if x * y * z == 0 and (4 - x) * (y + z) == 8 - x * z
-    ]
-    assert expected and [tuple(config.values()) for config in space] == expected
 
 
 def test_rules_do_not_apply_to_rows_whose_conditional_knob_is_absent_while_others_are_joined():
@@ -484,18 +406,6 @@ def test_thousands_of_rows_among_quintillions_of_combinations_are_listed_at_once
     assert time.perf_counter() - started < 3
     space.fix("c", points[5][2])
     assert [dict(config) for config in space] == [rows[5]]
-
-
-def test_listed_rows_do_not_apply_where_one_of_their_knobs_is_absent():
-    space = Space()
-    tp = space.choice("tp", [1, 2, 4])
-    space.flag("async_tp", when=tp > 1)
-    space.require_one_of([{"tp": 2, "async_tp": True}, {"tp": 4, "async_tp": False}])
-    assert [dict(config) for config in space] == [
-        {"tp": 1},
-        {"tp": 2, "async_tp": True},
-        {"tp": 4, "async_tp": False},
-    ]
 
 
 def test_wrong_rows_are_refused_with_what_is_wrong():

@@ -12,7 +12,7 @@ from redline.base.errors import StudyError
 from redline.base.reading import Outside, open_inside, read_inside, tail_inside
 from redline.results import Measurement, Status, Trial
 from redline.views.report import RunFiles, document, page, write_report
-from redline.views.report.analysis import cost, frontier, lanes, predictions
+from redline.views.report.analysis import frontier, lanes, predictions
 from redline.views.report.effects import effects
 from redline.views.report.failures import failures
 
@@ -104,23 +104,6 @@ def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(
     assert found["reproduce"] == "redline tune gpt2-tiny"
 
 
-def test_a_simulated_run_says_so_and_that_is_no_problem(tmp_path, open_run, point, ok, asked):
-    devices = {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64}
-    with open_run(tmp_path / "sim", asked=asked | {"simulated": True, "devices": devices}) as folder:
-        folder.start(point(0), sampler="default")
-        folder.finish(0, ok(1000.0))
-        folder.write_best(["redline"])
-    found = document(RunFiles.read(tmp_path / "sim"))
-    assert found["simulated"] is True and found["problems"] == []
-    assert (found["folder"], found["devices"]) == ("sim", "64 × h100-80gb")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ?\S+", found["began"])
-
-
-def test_a_run_that_was_not_simulated_does_not_say_so(run):
-    found = document(RunFiles.read(run))
-    assert found["simulated"] is False and found["devices"] == "1 × Some CPU"
-
-
 def test_a_search_that_ended_without_a_winner_is_not_called_finished(tmp_path, open_run, point, oom):
     with open_run(tmp_path / "run") as folder:
         folder.start(point(0), sampler="default")
@@ -134,16 +117,6 @@ def test_the_report_needs_only_the_table_and_its_sidecars(run):
     (run / "study.log").unlink()
     without = document(RunFiles.read(run))
     assert {**without, "made": 0} == {**with_ledger, "made": 0}
-
-
-def test_the_space_and_the_environment_are_told_in_words(run):
-    found = document(RunFiles.read(run))
-    knobs = {each["name"]: each for each in found["space"]["knobs"]}
-    assert found["space"]["declared"]
-    assert knobs["micro_batch"]["values"] == [1, 2, 4, 8]
-    assert ["Model", "gpt2-tiny"] in found["asked"]
-    assert ["Devices", "1 × Some CPU"] in found["asked"]
-    assert {"Machine", "Versions"} <= {title for title, _ in found["environment"]}
 
 
 def test_failures_are_grouped_by_reason_with_the_end_of_their_log(run):
@@ -212,19 +185,6 @@ def test_effects_separate_confounded_knobs():
     assert on / off == pytest.approx(1.0, abs=0.1)
 
 
-def test_effects_of_noise_explain_nothing():
-    speeds = [math.exp(math.sin(37 * n * n)) for n in range(40)]
-    trials = [trial(n, throughput=speeds[n], config={"a": n % 5, "b": n % 3}) for n in range(40)]
-    assert effects(trials, {"a": None, "b": None})["explained"] < 0.2
-
-
-def test_values_of_a_fine_knob_are_taken_together():
-    trials = [trial(n, throughput=1.0 + n, config={"x": n / 10}) for n in range(100)]
-    (knob,) = effects(trials, {"x": None})["knobs"]
-    assert [each["label"] for each in knob["values"]][:2] == ["0 to 1.2", "1.3 to 2.4"]
-    assert sum(each["counts"]["ok"] for each in knob["values"]) == 100
-
-
 def test_trials_are_laid_on_devices_that_were_free():
     def at(number, started, seconds, devices):
         return trial(number, throughput=1.0, started=started, seconds_total=seconds, devices=devices)
@@ -240,28 +200,6 @@ def test_trials_are_laid_on_devices_that_were_free():
     )
     assert found["lanes"] == 4 and found["origin"] == 100.0
     assert found["items"] == [[0, 0, 2, 0.0, 10.0], [1, 2, 2, 0.0, 5.0], [2, 2, 1, 5.0, 10.0], [3, 0, 4, 10.0, 11.0]]
-
-
-def test_lanes_are_trials_where_devices_are_many_or_all_trials_take_as_many():
-    def at(number, started, devices):
-        return trial(number, throughput=1.0, started=started, seconds_total=150.0, devices=devices)
-
-    # An older version's simulated run: start times by this machine's clock, durations by the cluster's.
-    found = lanes([at(number, 100.0 + number, 64) for number in range(20)])
-    assert (found["of"], found["lanes"]) == ("trials", 20)
-    assert [item[:3] for item in found["items"]] == [[number, number, 1] for number in range(20)]
-    found = lanes([at(number, 100.0 + 150 * number, 64) for number in range(20)])
-    assert (found["of"], found["lanes"]) == ("trials", 1)
-    mixed = lanes([at(0, 100.0, 60), at(1, 110.0, 4)])
-    assert (mixed["of"], mixed["lanes"]) == ("devices", 64)
-    more = lanes([at(0, 100.0, 60), at(1, 110.0, 5)])
-    assert (more["of"], more["lanes"]) == ("trials", 2)
-
-
-def test_unreported_values_are_none_not_zero():
-    assert cost([trial(0, throughput=1.0)]) is None
-    assert trial(0, throughput=1.0).measurement.spread is None
-    assert lanes([trial(0, throughput=1.0)]) is None
 
 
 # -- any table ---------------------------------------------------------------------------------------------

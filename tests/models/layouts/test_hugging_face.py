@@ -151,14 +151,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_what_differs(family, other,
         hugging_face(folder, architecture(family, **other))
 
 
-def test_biases_that_the_model_has_not_are_not_passed_over(tmp_path):
-    folder = saved(filled(MADE["qwen2"]), tmp_path)
-    with pytest.raises(
-        WorkloadError, match=r"6 tensors are not in the model: model\.layers\.0\.self_attn\.k_proj\.bias"
-    ):
-        hugging_face(folder, MADE["llama"])
-
-
 def test_unreadable_checkpoints_are_refused_with_the_reason(tmp_path):
     made = MADE["llama"]
     with pytest.raises(WorkloadError, match=r"there is no checkpoint '.*nothing'"):
