@@ -1,6 +1,5 @@
 """Effects of torch's CUDA switches on a training, tested without a device."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -40,14 +39,6 @@ def switches():
 def test_products_in_tf32_are_seen_however_they_were_asked_for(switches, set_it, roundoff):
     set_it(switches[0])
     assert Precision("fp32", CUDA).roundoff(nn.Linear(2, 2)) == roundoff
-
-
-@pytest.mark.parametrize(("asked", "roundoff"), [("tf32", TF32), ("ieee", IEEE)])
-def test_convolutions_have_a_switch_of_their_own(switches, asked, roundoff):
-    matmul, conv = switches
-    matmul.fp32_precision, conv.fp32_precision = "ieee", asked
-    assert Precision("fp32", CUDA).roundoff(nn.Conv2d(2, 2, 2)) == roundoff
-    assert Precision("fp32", CUDA).roundoff(nn.Linear(2, 2)) == IEEE
 
 
 @pytest.fixture
@@ -106,23 +97,6 @@ def test_tf32_costs_the_memory_of_float32_and_the_time_of_its_own_rate():
         <= 7.39 / products_of(made.hardware).sustained
     )
     assert bf16.step_ms < tf32.step_ms < fp32.step_ms
-
-
-def test_a_thread_of_ones_own_uses_the_device_of_the_rank(monkeypatch):
-    from redline.base.device import one_thread
-
-    selected = []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda index: selected.append((index, threading.current_thread().name))
-    )
-    with one_thread("data") as thread:
-        thread.submit(int).result()
-    assert selected == [], "no context is opened where CUDA is not in use"
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    with one_thread("data") as thread:
-        thread.submit(int).result()
-    assert selected == [(3, "data_0")]
 
 
 class OnDevice:

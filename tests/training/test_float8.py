@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from dataclasses import replace
 
 import cloudpickle
 import pytest
@@ -11,11 +10,10 @@ import torch.distributed as dist
 from numeric import caught, within
 from redline.base.errors import ScheduleError, WorkloadError
 from redline.knobs.meaning import FLOAT8
-from redline.models import workload
 from redline.models.spaces import default_space, lossy_of_space, without_float8
 from redline.runners import Reference
 from redline.runners.numerics_check import numerics_mismatch, together, why_incomparable
-from redline.schedule import build, create_schedule, verify
+from redline.schedule import build, create_schedule
 from redline.schedule.comparison import FLOOR, loss_allowance, unit_roundoff
 from redline.training import Training
 from redline.training.first_step import first_step
@@ -98,17 +96,6 @@ def test_the_primitive_refuses_what_it_cannot_do():
         sch["2"].float8()
 
 
-def test_hooks_layers_and_references_stay(seed):
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    kept, called = model[1], []
-    sch = create_schedule(model)
-    sch["1"].hook("fwd_post", lambda *args: called.append(1))
-    sch["1"].checkpoint().float8(emulate=True)
-    model, _ = build(sch)
-    model(torch.randn(4, 32)).sum().backward()
-    assert model[1] is kept and isinstance(kept, Float8Linear) and called and kept.weight.grad is not None
-
-
 # Error of the products
 
 
@@ -155,25 +142,6 @@ def test_a_model_departs_from_float32_as_8_bits_do_and_not_as_bf16(small, precis
 
     # The roundoff is sixteen times as large; a part of the error is that of bf16 in both.
     assert distance(found) > 4 * distance(half)
-
-
-@every_format
-def test_a_wrong_gradient_is_found_in_8_bits_too(small, precision):
-    made = small("llama")
-    expected, found = probed(made, "fp32", micro_batch=8), probed(made, precision, micro_batch=8)
-    own = found.quiet
-    for factor in (0.0, 2.0):  # lost; not averaged over two replicas
-        blocks = tuple(factor * each for each in own.blocks)
-        wrong = replace(found, quiet=replace(own, gradient=factor * own.gradient, blocks=blocks))
-        message = numerics_mismatch(wrong, Reference(probe=expected), loss=own.loss, last_loss=own.loss)
-        assert "the norm of the gradient of repeated block 0" in message
-
-
-def test_verify_allows_what_the_format_does():
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    sch = create_schedule(model)
-    with verify(sch, torch.randn(8, 32)):
-        sch["2"].float8("rowwise", emulate=True)
 
 
 # Combination with other knobs
@@ -272,10 +240,6 @@ def test_a_cut_that_leaves_nothing_to_convert_is_no_configuration(small, cuda, i
     assert cut == {"tf32", "bf16", "bf16_pure"}
     config = space.default().to_dict() | {"tp": 2, "precision": "fp8"}
     assert "in its repeated blocks cut over 2 ranks" in space.explain(config)
-
-
-def test_a_preset_says_so_in_redline_space(installed, cuda):
-    assert without_float8(workload("llama-tiny"), cuda()) == ""
 
 
 @pytest.mark.gpu

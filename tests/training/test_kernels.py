@@ -13,8 +13,6 @@ from redline.models.kernels import kernels_obstacle
 from redline.models.skeleton import skeleton
 from redline.models.spaces import default_space
 from redline.schedule import create_schedule
-from redline.schedule.forward import layers_of
-from redline.schedule.primitives.fused import FusedLoss
 from redline.training import Training
 from torch import nn
 from torch.nn import functional as F
@@ -106,28 +104,6 @@ def test_missing_kernels_have_a_reason(cpu, made, reason):
     assert "kernels" not in default_space(made, cpu).by_name
 
 
-def test_softcapped_logits_are_formed():
-    from redline.models import hugging_face
-    from transformers import Gemma2Config
-
-    config = Gemma2Config(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        intermediate_size=64, vocab_size=256,
-    )  # fmt: skip
-    assert "its loss takes logits by" in kernels_obstacle(hugging_face(config, seq_len=16))
-
-
-def test_a_schedule_of_ones_own_that_looks_at_it_has_it(cpu):
-    def schedule(sch, config):
-        if config.get("kernels"):
-            sch["out"].fused_loss()
-
-    made = own(schedule=schedule)
-    assert "kernels" in default_space(made, cpu).by_name
-    training = Training(made, {"kernels": True}, torch.device("cpu"))
-    assert layers_of(training.model.out, FusedLoss)
-
-
 def test_excluded_combinations_are_constraints_with_a_reason(cpu, cuda):
     space = default_space(workload("gpt2"), cuda((7, 0)))
     with pytest.raises(SpaceError, match="forms the head's gradient before the loss is scaled"):
@@ -183,14 +159,4 @@ def of_logits(output, batch):
 
 def test_a_loss_outside_of_the_model_works_behind_a_pipeline(two):
     for found in two.run(in_stages, of_logits):
-        assert found.holds and found.of("weights"), found
-
-
-def in_shards(knobs):
-    return numerics.departure(numerics.tiny("llama"), {"dp": 2, "kernels": True, **knobs})
-
-
-@pytest.mark.parametrize("knobs", [{"zero": 2, "precision": "bf16"}, {"zero": 3, "precision": "bf16"}], ids=str)
-def test_a_head_that_is_gathered_in_bf16_gives_what_it_must(two, knobs):
-    for found in two.run(in_shards, knobs):
         assert found.holds and found.of("weights"), found

@@ -123,13 +123,6 @@ def test_invalid_adapters_are_refused(text, message):
         Lora.parse(text)
 
 
-def test_layers_that_are_not_there_are_refused_with_those_that_are(small):
-    with pytest.raises(WorkloadError, match="target embed_tokens is of type Embedding"):
-        with_lora(small("llama"), Lora(r=4, target=("embed_tokens",)))
-    with pytest.raises(WorkloadError, match=r"qq_proj.*layers are called .*q_proj.*give target"):
-        with_lora(small("llama"), Lora(r=4, target=("qq_proj",)))
-
-
 def test_without_peft_it_says_what_to_install(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingDependency, match=r"--lora needs peft: `pip install peft`"):
@@ -144,3 +137,10 @@ def test_a_model_of_ones_own_code_brings_its_own_adapters():
     )
     with pytest.raises(WorkloadError, match="lora adapts Hugging Face models"):
         with_lora(made, Lora(r=4))
+
+
+def test_layers_that_are_not_there_are_refused_with_those_that_are(small):
+    with pytest.raises(WorkloadError, match="target embed_tokens is of type Embedding"):
+        with_lora(small("llama"), Lora(r=4, target=("embed_tokens",)))
+    with pytest.raises(WorkloadError, match=r"qq_proj.*layers are called .*q_proj.*give target"):
+        with_lora(small("llama"), Lora(r=4, target=("qq_proj",)))

@@ -19,7 +19,7 @@ from redline.schedule import create_schedule
 from redline.schedule.parallel.collectives import PlannedMesh
 from redline.training import Training
 from tiers import tiered
-from transformers import BertConfig, LlamaConfig
+from transformers import BertConfig
 
 QUICK = [
     ("bert", "tp2+sp"),
@@ -397,15 +397,6 @@ def test_sizes_that_ranks_do_not_divide_are_padded_or_refused_in_words():
     assert support.padding(4) == ""
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_random_streams_are_set_only_where_something_is_dropped(dropout):
-    made = hugging_face(LlamaConfig(**numerics.FAMILIES["llama"][1], attention_dropout=dropout))
-    sch = create_schedule(skeleton(made), PlannedMesh(tp=2))
-    made.schedule(sch, {"tp": 2})
-    forked = [each.path for each in sch.tree.steps if each.primitive == "fork_rng"]
-    assert ("model.layers.0.self_attn" in forked) == (dropout > 0) == bool(forked)
-
-
 @pytest.mark.parametrize(
     ("family", "rates", "sequence_parallel", "expected"),
     [
@@ -425,13 +416,6 @@ def test_random_streams_differ_where_activations_are_cut_and_only_there(family, 
     made.schedule(sch, {"tp": 2, "sequence_parallel": sequence_parallel})
     steps = [each.path.split("layers.", 1)[1] for each in sch.tree.steps if each.primitive == "fork_rng"]
     assert {each.partition(".")[2] for each in steps} == expected and len(steps) == len(set(steps))
-
-
-def test_dropout_that_must_differ_and_agree_in_the_code_of_one_module_is_refused():
-    made = styled("seed_oss", attention_dropout=0.1, residual_dropout=0.1)
-    support = made.schedule.support(create_schedule(skeleton(made)))
-    assert support.tp(2).startswith("tp: the code of 'model.layers.0.self_attn' drops values of each rank's heads")
-    assert support.sequence_parallel == ""
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from redline.base._torch import format_of_losses
 from redline.models import Workload
 from redline.results.probe import Probe
 from redline.runners import Reference
 from redline.runners.numerics_check import numerics_mismatch, together
 from redline.training import Training
 from redline.training.first_step import first_step
-from redline.training.probe import Cut, samples, take
-from redline.training.training import ModelStructure
+from redline.training.probe import take
 from tiers import tiered
 from torch import nn
 from torch.nn import functional as F
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CPU = torch.device("cpu")
-FP32 = 2.0**-24
 
 
 def probed(workload, step=False, device=CPU, **knobs):
@@ -40,42 +37,6 @@ def verdict(probe, expected):
 
 
 # Samples per micro-batch
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        # One micro-batch without gradient accumulation, two with it.
-        ((2, 8, 1, False), (2, 1)),
-        ((2, 8, 2, False), (1, 2)),
-        ((2, 1, 1, False), (1, 2)),
-        # A single sample is repeated, so that accumulation is exercised.
-        ((1, 8, 2, False), (1, 2)),
-        # As many micro-batches as a pipeline of two or four stages needs.
-        ((4, 8, 2, False), (2, 2)),
-        ((4, 1, 2, False), (1, 4)),
-        ((6, 2, 4, False), (1, 12)),
-        # Code is compiled for one size: samples are repeated until they fill micro-batches evenly.
-        ((2, 8, 1, True), (8, 1)),
-        ((2, 3, 1, True), (3, 2)),
-        ((4, 6, 2, True), (6, 2)),
-    ],
-    ids=str,
-)
-def test_every_sample_occurs_equally_often_in_the_fewest_positions(given, expected):
-    count, micro, least, exact = given
-    cut = Cut.of(count, micro, least=least, exact=exact)
-    assert (cut.size, cut.count) == expected
-    seen = torch.cat([cut.positions(number, count) for number in range(cut.count)])
-    assert seen.bincount(minlength=count).unique().numel() == 1
-
-
-def test_the_probe_has_samples_for_every_rank_and_few_of_a_step():
-    assert [samples(world, 32) for world in (1, 2, 4, 8, 32)] == [2, 4, 8, 8, 32]
-    for world in (1, 2, 4, 8, 16):
-        for step in (16, 64, 256):
-            assert samples(world, step) % world == 0
-            assert samples(world, step) <= max(world, step / 4)
 
 
 # No side effects
@@ -120,6 +81,22 @@ def state(training):
     }
 
 
+def not_summed_over_groups(workload, knobs):
+    from torch.distributed.fsdp import FSDPModule
+
+    set_to = FSDPModule.set_requires_all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "set_requires_all_reduce", lambda self, last: set_to(self, False))
+        return part_of(workload, knobs)
+
+
+def without_later_gradients(workload, knobs):
+    with pytest.MonkeyPatch.context() as patch:
+        # Torch sees no weights in the module of a stage, as none are registered with it.
+        patch.setattr("redline.schedule.parallel.pipeline.Stage.parameters", lambda self, recurse=True: iter(()))
+        return part_of(workload, knobs)
+
+
 def test_the_probe_leaves_weights_buffers_streams_and_optimizer_unchanged():
     training = Training(restless, {"micro_batch": 4}, CPU)
     before = state(training)
@@ -144,41 +121,6 @@ def test_steps_are_what_they_are_without_it(small, knobs):
         return [float(training.step()), float(training.step())]
 
     assert losses(True) == losses(False)
-
-
-def restless_ranks(knobs):
-    training = Training(restless_norms(), knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
-    before = {name: each.detach().clone() for name, each in training.model.named_parameters()}
-    take(training)
-    losses = [float(training.step()) for _ in range(2)]
-    same = True
-    fresh = Training(restless_norms(), knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
-    for name, each in fresh.model.named_parameters():
-        left, right = (t.to_local() if hasattr(t, "to_local") else t for t in (each.detach(), before[name]))
-        same &= torch.equal(left, right)
-    return losses, [float(fresh.step()) for _ in range(2)], same
-
-
-def restless_norms():
-    import numerics_table as numerics
-
-    made = numerics.tiny("gpt2")
-    return replace(made, model=replace(made.model, arguments={**made.model.arguments, "resid_pdrop": 0.1}))
-
-
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"zero": 3, "micro_batch": 2},
-        {"pp": 2, "micro_batch": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
-        {"tp": 2, "sequence_parallel": True, "micro_batch": 4},
-    ],
-    ids=str,
-)
-def test_steps_on_two_ranks_are_what_they_are_without_it(two, knobs):
-    for probed_losses, losses, same in two.run(restless_ranks, knobs):
-        assert same
-        assert probed_losses == losses
 
 
 # The same numbers for every way to spread
@@ -236,16 +178,6 @@ def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, kn
     assert len(found.logits) == 16 and len(found.quiet.blocks) == 2 and found.still == ()
 
 
-def test_a_probe_in_more_micro_batches_than_the_configuration_reduces_its_gradients_once(four):
-    import numerics_table as numerics
-
-    workload, gpipe = numerics.tiny("gpt2"), {"pp": 2, "dp": 2, "pipeline_schedule": "gpipe"}
-    expected = spread(four, workload, **gpipe, micro_batch=1)
-    found = spread(four, workload, **gpipe, micro_batch=4)  # one micro-batch a step, and two in the probe
-    assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
-    assert found.quiet.gradient == pytest.approx(expected.quiet.gradient, rel=1e-5)
-
-
 @pytest.mark.parametrize("zero", [2, 3])
 def test_norms_count_shared_pieces_once(four, seed, zero):
     import numerics_table as numerics
@@ -258,24 +190,6 @@ def test_norms_count_shared_pieces_once(four, seed, zero):
     assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
     assert found.step.gradient == pytest.approx(expected.step.gradient, rel=1e-5)
     assert found.logits == pytest.approx(expected.logits, rel=1e-4, abs=1e-5) and found.still == ()
-
-
-def not_summed_over_groups(workload, knobs):
-    from torch.distributed.fsdp import FSDPModule
-
-    set_to = FSDPModule.set_requires_all_reduce
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FSDPModule, "set_requires_all_reduce", lambda self, last: set_to(self, False))
-        return part_of(workload, knobs)
-
-
-def test_gradients_that_groups_of_replicas_do_not_sum_are_seen(four):
-    import numerics_table as numerics
-
-    workload = numerics.tiny("gpt2")
-    expected = spread(four, workload, dp=4, micro_batch=2)
-    parts = four.run(not_summed_over_groups, workload, {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 2})
-    assert "gradient" in verdict(together([part for part, _ in parts], [step for _, step in parts]), expected)
 
 
 @pytest.fixture(scope="module")
@@ -295,21 +209,6 @@ def test_ranks_of_several_stages_compute_what_the_reference_computes(two, deeper
     assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
     assert found.logits == pytest.approx(expected.logits, rel=1e-4, abs=1e-5)
     assert found.step.blocks == pytest.approx(expected.step.blocks, rel=1e-5)
-
-
-def without_later_gradients(workload, knobs):
-    with pytest.MonkeyPatch.context() as patch:
-        # Torch sees no weights in the module of a stage, as none are registered with it.
-        patch.setattr("redline.schedule.parallel.pipeline.Stage.parameters", lambda self, recurse=True: iter(()))
-        return part_of(workload, knobs)
-
-
-def test_gradients_that_a_divided_backward_leaves_out_are_seen(two, deeper_gpt2_on_two):
-    workload, expected = deeper_gpt2_on_two
-    knobs = {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "pipeline_schedule": "zero_bubble"}
-    parts = two.run(without_later_gradients, workload, knobs, timeout=200)
-    found = together([part for part, _ in parts], [step for _, step in parts])
-    assert "gradient" in verdict(found, expected)
 
 
 def test_the_probe_of_one_process_equals_that_of_ranks(gpt2_on_two):
@@ -415,19 +314,6 @@ def test_logits_are_seen_where_samples_come_first(output, seen):
     assert verdict(probed(workload, micro_batch=2), expected) is None
 
 
-def test_a_model_that_returns_its_loss_alone_is_held_to_that_and_its_gradients():
-    class Own(Masked):
-        def forward(self, x, y):
-            return F.cross_entropy(super().forward(x).flatten(0, 1), y.flatten())
-
-    workload = replace(masked, model=Own, loss=None)
-    expected = probed(workload, micro_batch=8)
-    assert expected.logits == () and expected.noise == 0
-    assert verdict(probed(workload, micro_batch=2), expected) is None
-    halved = replace(workload, loss=lambda output, batch: output / 2)
-    assert "the loss on the probe" in verdict(probed(halved, micro_batch=8), expected)
-
-
 def test_statistics_over_the_batch_do_not_make_a_micro_batch_wrong():
     class Normed(nn.Sequential):
         def __init__(self):
@@ -486,22 +372,6 @@ def test_a_bias_of_zeros_that_is_added_twice_is_seen(small):
 
     found = probed(replace(small(), schedule=twice), micro_batch=4)
     assert "the logits depart" in verdict(found, expected)
-
-
-@pytest.mark.parametrize("knobs", [{"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "grad_accum": 4}], ids=str)
-def test_zero_initialised_adapters_are_detected_under_every_strategy(two, knobs):
-    pytest.importorskip("peft")
-    import numerics_table as numerics
-    from redline.models.lora import Lora, with_lora
-
-    workload = with_lora(numerics.tiny("llama"), Lora(r=4))
-    expected = spread(two, workload, dp=2)
-    assert verdict(spread(two, workload, **knobs), expected) is None
-    assert min(expected.quiet.blocks) > 0
-    # Without the adapters' outer halves the inner ones have no gradient, and the model computes the same as without
-    # adapters.
-    bare = spread(two, numerics.tiny("llama"), dp=2)
-    assert max(abs(a - b) for a, b in zip(bare.logits, expected.logits)) > 0.01
 
 
 # Settings of modules, and gradients of single parameters
@@ -619,17 +489,6 @@ def test_weights_that_a_schedule_brings_in_are_named(small):
     assert found.weights == sum(each.numel() for each in whole.parameters()), "those of the model as it is constructed"
 
 
-def test_an_outline_knows_tied_weights_by_their_first_name(small):
-    training = Training(small(), {"micro_batch": 4}, CPU)
-    outline = training.outline
-    assert outline.names["lm_head.weight"] == "transformer.wte.weight"
-    assert outline.blocks == tuple(f"transformer.h.{number}" for number in range(4))
-    assert outline.group("transformer.h.2.attn.c_attn.bias") == 2
-    assert outline.group("transformer.wte.weight") == outline.group("lm_head.weight") == 4
-    assert outline.depth == 2 + 4 * 4 + 1
-    assert ModelStructure.of(nn.LayerNorm(4), []).depth == 1
-
-
 # The first step
 
 
@@ -646,20 +505,6 @@ def test_parameters_unchanged_by_a_step_are_named():
     assert probed(replace(workload, optimizer=some), step=True).still == ("2.bias", "2.weight")
 
 
-def test_weights_without_a_gradient_may_stay():
-    class Unused(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(1000, 4)
-            self.last = nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.last(x) + self.table(torch.zeros(len(x), dtype=torch.long))
-
-    workload = replace(restless, model=Unused, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
-    assert probed(workload, step=True).still == ()
-
-
 def test_in_a_narrow_format_a_block_counts_as_moved_where_any_of_it_is(small):
     # Norms begin as 1, and an update of 1e-4 is lost in bfloat16.
     assert probed(small(), step=True, precision="bf16_pure", micro_batch=8).still == ()
@@ -667,13 +512,34 @@ def test_in_a_narrow_format_a_block_counts_as_moved_where_any_of_it_is(small):
     assert len(probed(held, step=True, precision="bf16_pure", micro_batch=8).still) > 10
 
 
-def test_formats_are_recognised_by_their_rounding():
-    from redline.training.precision import Precision
+def test_gradients_that_groups_of_replicas_do_not_sum_are_seen(four):
+    import numerics_table as numerics
 
-    linear, convolution = nn.Linear(2, 2), nn.Conv1d(2, 2, 1)
-    for name, roundoff in (("fp32", FP32), ("bf16", 2.0**-8), ("bf16_pure", 2.0**-8)):
-        assert Precision(name, CPU).roundoff(linear) == roundoff
-    assert Precision("fp32", CPU).roundoff(convolution) == FP32
+    workload = numerics.tiny("gpt2")
+    expected = spread(four, workload, dp=4, micro_batch=2)
+    parts = four.run(not_summed_over_groups, workload, {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 2})
+    assert "gradient" in verdict(together([part for part, _ in parts], [step for _, step in parts]), expected)
+
+
+def test_gradients_that_a_divided_backward_leaves_out_are_seen(two, deeper_gpt2_on_two):
+    workload, expected = deeper_gpt2_on_two
+    knobs = {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "pipeline_schedule": "zero_bubble"}
+    parts = two.run(without_later_gradients, workload, knobs, timeout=200)
+    found = together([part for part, _ in parts], [step for _, step in parts])
+    assert "gradient" in verdict(found, expected)
+
+
+def test_a_model_that_returns_its_loss_alone_is_held_to_that_and_its_gradients():
+    class Own(Masked):
+        def forward(self, x, y):
+            return F.cross_entropy(super().forward(x).flatten(0, 1), y.flatten())
+
+    workload = replace(masked, model=Own, loss=None)
+    expected = probed(workload, micro_batch=8)
+    assert expected.logits == () and expected.noise == 0
+    assert verdict(probed(workload, micro_batch=2), expected) is None
+    halved = replace(workload, loss=lambda output, batch: output / 2)
+    assert "the loss on the probe" in verdict(probed(halved, micro_batch=8), expected)
 
 
 def test_rows_that_experts_drop_in_training_are_no_departure_and_are_counted():
@@ -689,15 +555,3 @@ def test_rows_that_experts_drop_in_training_are_no_departure_and_are_counted():
     assert verdict(together([found], [first]), expected) is None
     dropped, routed = dropped_rows(training.model)
     assert routed == training.samples_per_step * mixture.seq_len * 2 * 2 and routed / 2 <= dropped < routed
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_format_of_a_loss_is_that_of_its_probabilities(dtype):
-    """On CUDA, autocast takes the mean in float32 of the 16-bit logarithms that `cross_entropy` leaves."""
-    logits, labels = torch.randn(4, 8, requires_grad=True), torch.arange(4)
-    logarithms = torch.log_softmax(logits.to(dtype), -1)
-    loss = torch.nn.functional.nll_loss(logarithms.float(), labels, reduction="sum") / 4
-    assert loss.dtype == torch.float32 and format_of_losses(loss) == dtype
-    loss = torch.nn.functional.cross_entropy(logits.to(dtype).float(), labels)
-    assert format_of_losses(loss) == torch.float32
-    assert format_of_losses(logits.to(dtype).square().mean()) == dtype

@@ -98,16 +98,6 @@ def test_a_training_is_bit_for_bit_the_one_without_it(request, small, tmp_path, 
             assert not plain[0].of("note")
 
 
-def test_running_means_and_numbers_drawn_by_the_model_are_given_back(tmp_path):
-    """This model's sums are not reproducible to the bit; different random numbers would change the first digits."""
-    trained(moody(), {"micro_batch": 4}, tmp_path / "traced", False)  # tracing draws random numbers too, once
-    soaked, plain = (trained(moody(), {"micro_batch": 4}, tmp_path, soak) for soak in (True, False))
-    assert soaked[0].losses == pytest.approx(plain[0].losses, rel=1e-5)
-    assert soaked[1:3] == plain[1:3]
-    assert torch.equal(*(each[3]["model/norm.num_batches_tracked"] for each in (soaked, plain)))
-    torch.testing.assert_close(*(each[3]["model/norm.running_mean"] for each in (soaked, plain)))
-
-
 def test_the_longest_batch_is_tried(small, tmp_path):
     """The soak runs it after the first step and drops the gradients of its passes."""
     workload, sizes = moody(), []
@@ -122,16 +112,6 @@ def test_the_longest_batch_is_tried(small, tmp_path):
     assert sizes[1] == max(all_sizes) == 8 and [sizes[0], *sizes[2:]] == all_sizes[: len(sizes) - 1]
     found = longest(samples, 4 * 5, 95, 4, 4)
     assert found.looked_at == 95 and found.step == all_sizes[5:].index(8)
-
-
-def test_the_batch_with_the_most_tokens_in_a_pass_is_the_longest(tmp_path):
-    lines = [json.dumps({"text": text[: 2 + 17 * number % 31]}) for number, text in enumerate(TOPICS * 3)]
-    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    plan = DataPlan(paths=(str(tmp_path / "lines.jsonl"),), packing="padded", seed=1)
-    samples = prepare(plan, seq_len=24, task="causal", vocab_size=300, cache=tmp_path / "cache")
-    found = longest(samples, 16, 20, 8, 2)
-    tokens = (samples(16, 160)["labels"] != -100).reshape(20, 4, 2, 24).sum((2, 3)).amax(1)
-    assert tokens[found.step] == tokens.max() > tokens.min() and found.looked_at == 20
 
 
 @pytest.mark.parametrize(("steps", "more"), [(99, {}), (100, {"soak": False})], ids=["short", "switched off"])
@@ -151,3 +131,23 @@ def test_a_checkpoint_that_cannot_be_saved_ends_it_at_once(small, tmp_path, monk
     with pytest.raises(StudyError, match=r"no checkpoint can be saved in '.*', as a trial.*No space left on device"):
         part(small("llama"), {"micro_batch": 8}, HYPER, save=tmp_path / "here")
     assert place() == (0, 1) and list((tmp_path / "here").iterdir()) == []
+
+
+def test_running_means_and_numbers_drawn_by_the_model_are_given_back(tmp_path):
+    """This model's sums are not reproducible to the bit; different random numbers would change the first digits."""
+    trained(moody(), {"micro_batch": 4}, tmp_path / "traced", False)  # tracing draws random numbers too, once
+    soaked, plain = (trained(moody(), {"micro_batch": 4}, tmp_path, soak) for soak in (True, False))
+    assert soaked[0].losses == pytest.approx(plain[0].losses, rel=1e-5)
+    assert soaked[1:3] == plain[1:3]
+    assert torch.equal(*(each[3]["model/norm.num_batches_tracked"] for each in (soaked, plain)))
+    torch.testing.assert_close(*(each[3]["model/norm.running_mean"] for each in (soaked, plain)))
+
+
+def test_the_batch_with_the_most_tokens_in_a_pass_is_the_longest(tmp_path):
+    lines = [json.dumps({"text": text[: 2 + 17 * number % 31]}) for number, text in enumerate(TOPICS * 3)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    plan = DataPlan(paths=(str(tmp_path / "lines.jsonl"),), packing="padded", seed=1)
+    samples = prepare(plan, seq_len=24, task="causal", vocab_size=300, cache=tmp_path / "cache")
+    found = longest(samples, 16, 20, 8, 2)
+    tokens = (samples(16, 160)["labels"] != -100).reshape(20, 4, 2, 24).sum((2, 3)).amax(1)
+    assert tokens[found.step] == tokens.max() > tokens.min() and found.looked_at == 20

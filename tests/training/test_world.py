@@ -62,54 +62,6 @@ def test_degrees_that_do_not_make_up_the_ranks_are_refused(config, message):
         World.of(config, 0, 8)
 
 
-def _axes(timeout_s):
-    """Returns, for each axis of two stages by two replicas, its ranks, this rank's place among them, and its timeout."""
-    import torch.distributed as dist
-
-    world = World.of({"pp": 2}, dist.get_rank(), dist.get_world_size())
-    mesh = world.mesh(torch.device("cpu"), timeout_s)
-    found = {}
-    for name in ("pp", "dp"):
-        group = mesh.get_group(name)
-        waits = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        found[name] = (dist.get_process_group_ranks(group), mesh.get_local_rank(name), waits)
-    assert mesh["dp"].get_group() is mesh.get_group("dp")
-    assert (found["pp"][1], found["dp"][1]) == (world.pp_rank, world.dp_rank)
-    return found
-
-
-def test_every_axis_of_a_mesh_has_the_given_timeout(four):
-    found = four.run(_axes, 4321.0)
-    assert [each["pp"] for each in found] == [
-        ([0, 2], 0, 4321.0), ([1, 3], 0, 4321.0), ([0, 2], 1, 4321.0), ([1, 3], 1, 4321.0)
-    ]  # fmt: skip
-    assert [each["dp"] for each in found] == [
-        ([0, 1], 0, 4321.0), ([0, 1], 1, 4321.0), ([2, 3], 0, 4321.0), ([2, 3], 1, 4321.0)
-    ]  # fmt: skip
-
-
-def _divided(axes, name):
-    """Splits an axis into groups; returns the ranks of both groups, this rank's coordinate, and the timeout."""
-    import torch.distributed as dist
-    from redline.schedule.parallel.collectives import divided
-
-    world = World.of(axes, dist.get_rank(), 4)
-    made = divided(world.mesh(torch.device("cpu"), 4321.0), name, {"replicate": 2, "shard": world.dp // 2})
-    groups = [made.get_group(each) for each in ("replicate", "shard")]
-    (waits,) = {each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups}
-    return [dist.get_process_group_ranks(each) for each in groups], made.get_coordinate(), waits
-
-
-def test_an_axis_in_groups_keeps_neighbours_together_and_waits_as_long(four):
-    found = [groups for groups, _, _ in four.run(_divided, {"dp": 4}, "dp")]
-    assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
-    found = four.run(_divided, {"tp": 2}, "dp")
-    assert found == [
-        ([[0, 2], [0]], (0, 0), 4321.0), ([[1, 3], [1]], (0, 0), 4321.0),
-        ([[0, 2], [2]], (1, 0), 4321.0), ([[1, 3], [3]], (1, 0), 4321.0),
-    ]  # fmt: skip
-
-
 def _gives_up():
     """Returns the error of a stage that waits for another one, which sends nothing."""
     import torch.distributed as dist

@@ -11,9 +11,6 @@ from redline.models import Workload
 from redline.models.layouts.dcp import dcp_tensors
 from redline.models.lora import Lora, with_lora
 from redline.training.checkpoint.folder import CheckpointFolder
-from redline.training.checkpoint.saver import parts_of, shared_out
-from redline.training.checkpoint.state import State
-from redline.training.data import FromWorkload
 from redline.training.hyperparameters import Hyperparameters
 from tiers import tiered
 from torch.distributed.checkpoint.staging import DefaultStager
@@ -109,22 +106,6 @@ def test_every_optimizer_resumes_bit_for_bit(small, tmp_path, name):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    tiered(
-        [("AdamW fused", {"dp": 2, "zero": 3}), ("numbers", {"tp": 2})],
-        [("SGD with momentum", {"tp": 2}), ("RMSprop", {"dp": 2, "zero": 1})],
-    ),
-)
-def test_and_on_parts_in_any_other_strategy(two, small, tmp_path, name, config):
-    workload = with_optimizer(small("llama"), name)
-    alone = part(workload, {"micro_batch": 8}, HYPER)
-    found = two.run(lambda: part(workload, config, HYPER, until=3, save=tmp_path))[0]
-    again = part(workload, {"micro_batch": 8}, HYPER, begin=tmp_path)
-    assert found.losses + again.losses == pytest.approx(alone.losses, rel=1e-5)
-    assert again.found == 3 and len(again.losses) == 3
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
 def test_numbers_of_groups_and_state_wider_than_the_weights_resume_bit_for_bit(small, tmp_path, precision):
     config = {"micro_batch": 8, "precision": precision}
@@ -146,13 +127,6 @@ def test_numbers_of_groups_are_refused_where_each_stage_has_its_own(two, small, 
 
     message = "Grouped keeps 'k' in its groups, of which each pipeline stage has its own; checkpoints of it need pp=1"
     assert two.run(refused) == [message] * 2
-
-
-def test_fused_and_not_are_one_kind_of_state(small, tmp_path):
-    part(with_optimizer(small("llama"), "AdamW fused"), {"micro_batch": 8}, HYPER, until=3, save=tmp_path)
-    again = part(with_optimizer(small("llama"), "AdamW"), {"micro_batch": 8}, HYPER, begin=tmp_path)
-    whole = part(with_optimizer(small("llama"), "AdamW"), {"micro_batch": 8}, HYPER)
-    assert again.losses == pytest.approx(whole.losses[3:], rel=1e-6)
 
 
 def test_a_state_that_parts_do_not_make_up_is_refused_before_anything_is_written(two, small, tmp_path):
@@ -266,27 +240,6 @@ def test_dropout_on_two_ranks_resumes_bit_for_bit(two, small, tmp_path, config):
 # -- division of the writing among ranks ---------------------------------------------------------------------
 
 
-def written(workload, config):
-    """Returns the place and size in bytes of each part that this rank has."""
-    training = built(workload, config, HYPER)
-    training.passes(training.micro_batches(training.share(FromWorkload(workload), 0)))
-    training.update()
-    return {key: part.nbytes for key, part in parts_of(State(training).tensors()).items()}
-
-
-@pytest.mark.parametrize(
-    "config", tiered([{"dp": 2, "zero": 1}], [{"tp": 2}, {"dp": 2}, {"dp": 2, "zero": 3}]), ids=str
-)
-def test_replicated_tensors_are_written_once_and_evenly(two, small, config):
-    everybody = two.run(lambda: written(small("llama"), config))
-    shares = shared_out(everybody)
-    times = Counter(place for share in shares for place in share)
-    assert set(times.values()) == {1} and times.keys() == everybody[0].keys() | everybody[1].keys()
-    assert all(share <= everybody[rank].keys() for rank, share in enumerate(shares))
-    loads = [sum(everybody[rank][place] for place in share) for rank, share in enumerate(shares)]
-    assert max(loads) <= 1.05 * sum(loads) / 2
-
-
 class Late(torch.optim.SGD):
     """Creates state of a parameter from the second step on, as for an expert that gets its first token then."""
 
@@ -320,13 +273,3 @@ def test_every_part_is_copied_and_written_by_one_rank_also_what_was_not_there_be
     names = [each.removeprefix("model/") for each in held if each.startswith("model/")]
     assert set(names) == set(built(workload, {"micro_batch": 8}, HYPER).outline.shapes)
     assert all(bool((held[f"optimizer/{name}/late"].read() == 2).all()) for name in names)
-
-
-def test_a_replicated_training_s_files_are_no_larger_than_one_process_s(two, small, tmp_path):
-    part(small("llama"), {"micro_batch": 8}, HYPER, until=2, save=tmp_path / "one")
-    two.run(lambda: part(small("llama"), {"dp": 2}, HYPER, until=2, save=tmp_path / "two"))
-    (one,), both = (
-        [path.stat().st_size for path in CheckpointFolder(tmp_path / name).all()[0].path.glob("*.distcp")]
-        for name in ("one", "two")
-    )
-    assert sum(both) < 1.05 * one and max(both) < 0.55 * one

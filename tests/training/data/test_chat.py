@@ -58,26 +58,6 @@ def test_everything_can_be_trained_on(conversation):
     assert trained_text(made(0, 1), tokenizer) == [tokenizer.apply_chat_template(TALK, tokenize=False)]
 
 
-def test_conversations_can_be_packed(conversation):
-    made, tokenizer = conversation(MARKED, SHORT, SHORT, SHORT, packing="documents", seq_len=48)
-    whole = made(0, 1)
-    one = len(tokenizer.apply_chat_template(SHORT, tokenize=True)["input_ids"])
-    assert whole["position_ids"][0].tolist() == (list(range(one)) * 3)[:48]
-    assert made.describe()["documents"] == 3
-
-
-def test_a_column_of_another_name_with_messages_is_a_conversation(samples, write, tokenizer_folder, tmp_path):
-    import pyarrow as arrow
-    import pyarrow.parquet
-
-    arrow.parquet.write_table(arrow.Table.from_pylist([{"talk": SHORT}, {"talk": TALK}]), tmp_path / "a.parquet")
-    lines = write("a.jsonl", [{"talk": SHORT}, {"talk": TALK}])
-    folder = tokenizer_folder(MARKED)
-    one, two = (samples(each, field="talk", tokenizer=folder, seq_len=100) for each in (tmp_path / "a.parquet", lines))
-    assert one(0, 2)["labels"].equal(two(0, 2)["labels"])
-    assert one.describe()["documents"] == 2
-
-
 def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
     question = {"role": "user", "content": "So long a question that no answer is left of it. " * 10}
     made, tokenizer = conversation(MARKED, [question, SHORT[1]], SHORT, seq_len=40)
@@ -85,28 +65,6 @@ def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
     assert trained_text(made(0, 1), tokenizer) == ["Ho<|im_end|>"]
     with pytest.raises(WorkloadError, match=r"nothing to train on: in none of 1 samples of 40 tokens .* train_on=all"):
         conversation(MARKED, [question, SHORT[1]], seq_len=40)
-
-
-def test_a_template_without_marks_is_refused_unless_all_is_trained_on(conversation):
-    with pytest.raises(
-        WorkloadError, match=r"talks.jsonl, rows 0 to 0: the chat template .* does not mark .* train_on"
-    ):
-        conversation(CHATML, TALK)
-    with pytest.raises(WorkloadError, match=r"talks.jsonl, rows 0 to 0: the tokenizer in .* has no chat template"):
-        conversation(None, TALK)
-
-
-def test_a_conversation_that_the_template_refuses_is_named(conversation):
-    strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"  # fmt: skip  # noqa: E501
-    with pytest.raises(
-        WorkloadError, match=r"talks.jsonl, rows 0 to 1: the chat template of .* refuses .*: no tools; it"
-    ):
-        conversation(strict, SHORT, [*SHORT, {"role": "tool", "content": "x"}])
-
-
-def test_bytes_have_no_template(samples, write):
-    with pytest.raises(WorkloadError, match=r"contains conversations, and text by bytes has no chat template; give a"):
-        samples(write("a.jsonl", [{"messages": SHORT}]), field="messages")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +81,17 @@ def test_invalid_conversations_are_named(samples, write, tokenizer_folder, recor
         samples(path, field="messages", tokenizer=tokenizer_folder(MARKED))
 
 
-def test_train_on_assistant_refuses_texts(samples, write):
-    with pytest.raises(WorkloadError, match=r"contains no conversations, which train_on=assistant needs"):
-        samples(write("a.txt", "text" * 10), train_on="assistant")
+def test_conversations_can_be_packed(conversation):
+    made, tokenizer = conversation(MARKED, SHORT, SHORT, SHORT, packing="documents", seq_len=48)
+    whole = made(0, 1)
+    one = len(tokenizer.apply_chat_template(SHORT, tokenize=True)["input_ids"])
+    assert whole["position_ids"][0].tolist() == (list(range(one)) * 3)[:48]
+    assert made.describe()["documents"] == 3
+
+
+def test_a_conversation_that_the_template_refuses_is_named(conversation):
+    strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"  # fmt: skip  # noqa: E501
+    with pytest.raises(
+        WorkloadError, match=r"talks.jsonl, rows 0 to 1: the chat template of .* refuses .*: no tools; it"
+    ):
+        conversation(strict, SHORT, [*SHORT, {"role": "tool", "content": "x"}])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from numerics_table import FAMILIES, tiny
 from redline.base.errors import WorkloadError
-from redline.training.data import DataPlan, check_packing, num_predicted
+from redline.training.data import DataPlan, check_packing
 
 APART = ["deepseek_v3", "gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
 PLAN = DataPlan(paths=("a.txt",), packing="documents")
@@ -60,26 +60,6 @@ def test_a_packed_document_has_the_loss_it_has_alone(packed):
     assert torch.allclose(whole, total / count, rtol=1e-5)
 
 
-@pytest.mark.parametrize("packing", ["documents", "padded"])
-def test_micro_batches_weighted_by_what_they_predict_have_the_loss_of_the_whole(samples, write, packing):
-    texts = ["0123456", "a", "another", "third of them", "b", "and one more", "c", "the last document"]
-    data = samples(write("a.jsonl", [{"text": each} for each in texts]), seq_len=16, packing=packing)
-    assert not data.even
-    model = built("llama")
-
-    def loss(start, count):
-        batch = {key: value if key == "position_ids" else value % 80 for key, value in data(start, count).items()}
-        batch["labels"] = torch.where(data(start, count)["labels"] == -100, -100, batch["input_ids"])
-        return model(**batch).loss, num_predicted("causal", batch)
-
-    with torch.no_grad():
-        whole, count = loss(0, 4)
-        parts = [loss(number, 1) for number in range(4)]
-    assert sum(each for _, each in parts) == count
-    assert torch.allclose(whole, sum(part * each for part, each in parts) / count, rtol=1e-5)
-    assert abs(whole - sum(part for part, _ in parts) / 4) > 2e-4  # not the plain mean
-
-
 def test_models_are_tried_and_those_that_let_documents_mix_are_refused():
     found = {}
     for family, (task, _) in FAMILIES.items():
@@ -97,17 +77,6 @@ def test_models_are_tried_and_those_that_let_documents_mix_are_refused():
     assert [each for each, good in found.items() if not good] == ["opt"]
 
 
-def test_models_without_positions_to_give_are_refused():
-    with pytest.raises(
-        WorkloadError, match=r"position_ids, which the model's forward does not take; give packing=packed"
-    ):
-        check_packing({"input_ids", "labels"}, PLAN)
-    with pytest.raises(WorkloadError, match=r"is for causal language models, and this one's task is masked"):
-        check_packing(tiny("bert").build_model({}), PLAN, "masked")
-    check_packing({"input_ids", "position_ids"}, PLAN)
-    check_packing({"input_ids"}, DataPlan(paths=("a.txt",), packing="packed"))
-
-
 def test_the_tasks_that_have_no_such_packing_refuse_it(samples, write):
     path = write("a.txt", "some text")
     for task, packing, message in [
@@ -118,3 +87,14 @@ def test_the_tasks_that_have_no_such_packing_refuse_it(samples, write):
     ]:
         with pytest.raises(WorkloadError, match=message):
             samples(path, task=task, packing=packing)
+
+
+def test_models_without_positions_to_give_are_refused():
+    with pytest.raises(
+        WorkloadError, match=r"position_ids, which the model's forward does not take; give packing=packed"
+    ):
+        check_packing({"input_ids", "labels"}, PLAN)
+    with pytest.raises(WorkloadError, match=r"is for causal language models, and this one's task is masked"):
+        check_packing(tiny("bert").build_model({}), PLAN, "masked")
+    check_packing({"input_ids", "position_ids"}, PLAN)
+    check_packing({"input_ids"}, DataPlan(paths=("a.txt",), packing="packed"))

@@ -63,15 +63,6 @@ def test_gzip_files_are_read_unchanged(tokens, write, tmp_path, name):
     )  # fmt: skip
 
 
-def test_how_much_is_read_grows_to_all_of_it(samples, write):
-    shares = []
-    paths = [write("a.jsonl", RECORDS * 20), write("b.jsonl", RECORDS * 20)]
-    samples(*paths, on_read=shares.append)
-    assert shares == sorted(shares) and shares[0] > 0 and shares[-1] == 1 and len(shares) == 16
-    samples(*paths, on_read=shares.append)
-    assert len(shares) == 16, "cached data is not read again"
-
-
 def test_text_files_are_a_document_each_in_the_order_given(tokens, write):
     one, two = write("b.txt", "\ufeffred line\n"), write("a.md", "é\n\nx")
     assert tokens(one, two) == (by_bytes(["red line\n", "é\n\nx"]), 2)
@@ -100,12 +91,6 @@ def test_a_long_text_is_cut_only_where_a_tokenizer_cuts_too(tokens, write, bpe, 
     monkeypatch.setattr(corpus, "PIECE", 1000)
     assert len(list(corpus.text_pieces(path))) > 20
     assert tokens(path, tokenizer=folder) == wanted
-
-
-def test_a_character_on_the_edge_of_what_is_read_at_once_stays_whole(tokens, write, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE", 7)
-    text = "aé€😀" * 40  # no line, no space to cut at
-    assert tokens(write("a.txt", text)) == (by_bytes([text]), 1)
 
 
 def test_a_tokenizer_s_special_tokens_surround_documents(tokens, write, tokenizer_folder):
@@ -163,21 +148,3 @@ def test_a_corpus_is_never_in_memory_at_once(samples, tmp_path):
     tracemalloc.stop()
     assert made.describe()["tokens"] == 400 * (len("".join(TOPICS)[:100_000].encode()) + 1)
     assert peak < 100 << 20, f"{peak >> 20} MiB for 40 MB of text, which are 200 of tokens and masks"
-
-
-@pytest.mark.parametrize(
-    ("names", "read"),
-    [
-        (("books.txt", "trains_and_planes.txt"), ("books.txt", "trains_and_planes.txt")),
-        (("train-0.txt", "train-1.txt", "validation-0.txt"), ("train-0.txt", "train-1.txt")),
-        (("train.txt", "more.txt"), ("more.txt", "train.txt")),
-    ],
-    ids=str,
-)
-def test_only_names_of_splits_choose_files_of_a_folder(names, read, write, tokens, tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name in names:
-        (folder / name).write_text(f"{name}\n")
-    found, _ = tokens(folder)
-    assert found == by_bytes([f"{name}\n" for name in read])

@@ -46,17 +46,6 @@ def test_evaluation_has_samples_that_no_step_has(numbers):
         data.evaluation(6, 4)
 
 
-def test_batches_are_copies(numbers):
-    data = FromWorkload(numbers)
-    data(0, 6)[1].zero_()
-    assert data(0, 6)[1].tolist() == list(range(6))
-
-
-def test_the_description_names_the_workload(numbers):
-    one, two = FromWorkload(numbers, seed=1).describe(), FromWorkload(numbers, seed=2).describe()
-    assert one["workload"] == numbers.id and one["digest"] != two["digest"]
-
-
 def test_random_tokens_are_distinguished_from_texts_and_user_samples(numbers, tmp_path):
     (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 20)
     drawn = workload("gpt2-tiny", seq_len=16, global_batch=4)

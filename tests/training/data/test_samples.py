@@ -4,15 +4,12 @@ import pickle
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import redline
 import torch
 from redline.models.data import BYTE_OFFSET
-from redline.training.data import Samples
 from texts import TOPICS
 
 WAYS = [
@@ -53,29 +50,6 @@ def test_a_batch_does_not_depend_on_how_positions_are_grouped(samples, topics, t
         at += count
 
 
-def test_the_samples_of_200_steps_are_those_of_one_strategy_under_five(samples, topics):
-    """Each strategy splits batches of 12 into (dp, micro-batch, gradient accumulation), with a new object as in a new
-    process."""
-    steady = samples(topics, packing="packed", seq_len=24)
-    wanted = [steady.ids(12 * step, 12).tolist() for step in range(200)]
-    strategies = [(1, 12, 1), (2, 3, 2), (3, 2, 2), (4, 1, 3), (6, 2, 1)]
-    found = []
-    for number, (dp, micro, accumulated) in enumerate(strategies):
-        fresh = samples(topics, packing="packed", seq_len=24)
-        for step in range(40 * number, 40 * (number + 1)):
-            ids, rows = [], []
-            for replica in range(dp):
-                for part in range(accumulated):
-                    start = 12 * step + (replica * accumulated + part) * micro
-                    ids += fresh.ids(start, micro).tolist()
-                    rows.append(fresh(start, micro))
-            found.append(ids)
-            if step % 20 == 0:
-                assert equal(steady(12 * step, 12), {key: torch.cat([each[key] for each in rows]) for key in rows[0]})
-    assert found == wanted
-    assert len(steady) < 200 * 12  # several epochs
-
-
 def test_an_epoch_trains_on_every_sample_once_and_never_on_what_is_held_out(samples, topics):
     made = samples(topics, packing="packed", held_out=0.1, seq_len=64)  # long enough that no two are equal
     first = made.ids(0, len(made)).tolist()
@@ -88,11 +62,6 @@ def test_an_epoch_trains_on_every_sample_once_and_never_on_what_is_held_out(samp
     assert made.num_evaluation == pytest.approx(0.1 * (len(made) + made.num_evaluation), abs=1)
     with pytest.raises(IndexError, match=rf"samples 0 to {made.num_evaluation} were requested, but"):
         made.evaluation(0, made.num_evaluation + 1)
-
-
-def test_without_shuffling_samples_come_as_in_the_data(samples, topics):
-    made = samples(topics, packing="packed", shuffle=False)
-    assert made.ids(len(made) - 2, 4).tolist() == [len(made) - 2, len(made) - 1, 0, 1]
 
 
 def test_another_seed_is_another_order_of_the_same_samples_and_evaluation_is_the_same(samples, topics):
@@ -167,13 +136,6 @@ def test_sequence_to_sequence_predicts_what_follows(samples, topics):
     assert torch.equal(torch.cat([batch["input_ids"], batch["labels"]], dim=1), row)
 
 
-def test_samples_pickle_small_and_equal(samples, topics):
-    made = samples(topics, packing="padded", task="masked")
-    data = pickle.dumps(made)
-    assert len(data) < 4096
-    assert equal(pickle.loads(data)(3, 7), made(3, 7))
-
-
 def test_another_process_has_the_same_batches(samples, topics, tmp_path):
     made = samples(topics, task="masked", packing="packed")
     code = (
@@ -188,21 +150,3 @@ def test_another_process_has_the_same_batches(samples, topics, tmp_path):
 
     batch = made(11, 13)
     assert output.strip() == hashlib.sha256(b"".join(batch[key].numpy().tobytes() for key in sorted(batch))).hexdigest()
-
-
-def test_making_a_batch_leaves_global_random_states_alone(samples, topics):
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    samples(topics, task="masked", packing="packed")(0, 4)
-    assert torch.equal(torch_state, torch.get_rng_state())
-    assert (np.random.get_state()[1] == numpy_state).all()
-
-
-def test_64_samples_of_1024_tokens_take_some_milliseconds(samples, write):
-    made = samples(write("long.txt", "\n".join(TOPICS) * 10), seq_len=1024, packing="documents")
-    assert isinstance(made, Samples)
-    times = []
-    for number in range(20):
-        begin = time.perf_counter()
-        made(64 * number, 64)
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.01, times  # a loop over tokens takes at least 50 ms
