@@ -140,3 +140,10 @@ def test_a_tokenizer_of_another_model_is_refused(with_tokenizer, text):
     path = with_tokenizer([f"w{number}" for number in range(60)])
     with pytest.raises(WorkloadError, match="yields token 69, but the model's vocabulary has 40"):
         workload(path, seq_len=2, data=text("w0 w59 w1"))
+
+
+def test_a_broken_tokenizer_is_refused(with_tokenizer, text):
+    path = with_tokenizer(["red"])
+    (path / "tokenizer.json").write_text("{")
+    with pytest.raises(WorkloadError, match=r"the tokenizer in .* cannot be loaded"):
+        workload(path, seq_len=2, data=text("red red red"))

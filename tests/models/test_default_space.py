@@ -295,14 +295,6 @@ def test_a_gpu_can_keep_optimizer_state_in_host_memory(cuda, compiler):
     assert default_space(workload("gpt2"), cuda(), 1)["offload"].values == ("none", "optimizer")
 
 
-def test_combinations_excluded_with_fp16_are_declared(cuda, compiler):
-    space = default_space(workload("gpt2"), cuda((7, 0), count=2), 2)
-    with pytest.raises(SpaceError, match="a pipeline does not scale the loss"):
-        space.config(pp=2, precision="fp16", micro_batch=1)
-    with pytest.raises(SpaceError, match="fp16 unscales gradients on the device"):
-        space.config(offload="optimizer", precision="fp16")
-
-
 def test_a_global_batch_that_cannot_be_shared_is_refused(cpu, compiler):
     with pytest.raises(SpaceError, match="31 is not one of 7; 28 is.*each of 7 stages.*7 ranks must divide"):
         default_space(workload("gpt2-tiny", global_batch=31), cpu, 7)
@@ -336,16 +328,6 @@ def test_ratios_that_choose_as_many_blocks_are_offered_once(blocks, expected):
     assert len({round(ratio * blocks) for ratio in expected}) == len(expected)
 
 
-def test_hints_say_what_takes_memory(cpu, cuda, compiler):
-    space = default_space(workload("gpt2-tiny"), cpu)
-    assert space["micro_batch"].monotone_memory == 1
-    assert space["checkpoint_ratio"].monotone_memory == -1
-    assert default_space(workload("gpt2-tiny"), cpu, 2)["zero"].monotone_memory == 0
-    space = default_space(workload("gpt2-tiny"), cuda(count=2), 2)
-    assert space["zero"].monotone_memory == 0
-    assert space["tp"].monotone_memory == space["pp"].monotone_memory == 0
-
-
 def test_fusion_needs_a_compiler_and_python_s_headers(cpu, cuda, monkeypatch, tmp_path):
     monkeypatch.setattr(devices.shutil, "which", lambda name: "/usr/bin/x" if name == "g++" else None)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
@@ -377,27 +359,6 @@ def test_zero_beside_a_pipeline_is_left_out_where_a_stage_holds_tied_weights(cud
     assert space.config(pp=1, tp=1, zero=3, micro_batch=8)
     with pytest.raises(SpaceError, match="one stage has tied weights"):
         space.config(pp=2, tp=1, zero=3, micro_batch=8)
-
-
-def test_the_gain_can_be_asked_for_against_another_number_format(cpu, cuda, compiler):
-    def space_of(baseline, device=None, **more):
-        request = TrainingRequest(target="gpt2", baseline=baseline, **more)
-        return resolve(request, device or cuda((9, 0)), 1).space
-
-    def default(*args, **more):
-        return space_of(*args, **more).default()
-
-    assert [default(each)["precision"] for each in (None, "fp32", "tf32", "bf16")] == ["bf16", "fp32", "tf32", "bf16"]
-    assert [space_of(each)["precision"].values for each in ("fp32", "tf32")] == [
-        ("fp32", "tf32", "bf16"),
-        ("tf32", "bf16"),
-    ]
-    assert default(None, cpu)["precision"] == "fp32" == default("fp32", cpu)["precision"]
-    assert default("fp32").to_dict() | {"precision": "bf16"} == default(None).to_dict()
-    with pytest.raises(UsageError, match="baseline must be a number format .* 'fp8': this space has bf16"):
-        default("fp8")
-    with pytest.raises(UsageError, match="'fp32': this space has bf16"):
-        default("fp32", space=default_space(workload("gpt2"), cuda((9, 0))), override={"precision": ["bf16"]})
 
 
 def test_expert_rows_are_dropped_only_on_request(cpu, compiler):
@@ -457,3 +418,24 @@ def test_a_model_of_one_replica_has_devices_that_share_it(cpu):
     assert spread.replicas == (1,)
     assert {config["dp"] for config in space} == {1}
     assert "it is one" in {constraint.reason for constraint in space.constraints}
+
+
+def test_the_gain_can_be_asked_for_against_another_number_format(cpu, cuda, compiler):
+    def space_of(baseline, device=None, **more):
+        request = TrainingRequest(target="gpt2", baseline=baseline, **more)
+        return resolve(request, device or cuda((9, 0)), 1).space
+
+    def default(*args, **more):
+        return space_of(*args, **more).default()
+
+    assert [default(each)["precision"] for each in (None, "fp32", "tf32", "bf16")] == ["bf16", "fp32", "tf32", "bf16"]
+    assert [space_of(each)["precision"].values for each in ("fp32", "tf32")] == [
+        ("fp32", "tf32", "bf16"),
+        ("tf32", "bf16"),
+    ]
+    assert default(None, cpu)["precision"] == "fp32" == default("fp32", cpu)["precision"]
+    assert default("fp32").to_dict() | {"precision": "bf16"} == default(None).to_dict()
+    with pytest.raises(UsageError, match="baseline must be a number format .* 'fp8': this space has bf16"):
+        default("fp8")
+    with pytest.raises(UsageError, match="'fp32': this space has bf16"):
+        default("fp32", space=default_space(workload("gpt2"), cuda((9, 0))), override={"precision": ["bf16"]})

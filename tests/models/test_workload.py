@@ -94,15 +94,6 @@ def test_a_builder_may_look_at_the_configuration():
     assert seen == [8]
 
 
-def test_a_builder_may_read_knobs_of_the_workload_s_own_space(cpu):
-    space = Space()
-    space.choice("width", [8, 16])
-    space.choice("micro_batch", [8])
-    made = workload(own(model=lambda config: Net() if config["width"] == 8 else Block(), space=space))
-    assert flops_of(made).per_sample
-    assert len(list(Training(made, space.config(width=16), CPU).model.parameters())) == 2
-
-
 def test_a_model_that_cannot_be_made_without_its_weights_is_made_in_place():
     class Values(Net):
         def __init__(self):
@@ -176,16 +167,6 @@ def test_a_complete_configuration_determines_the_global_batch():
     assert (training.samples_per_step, training.tokens_per_step) == (6, None)
 
 
-def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
-    from redline.training import training
-
-    expected = first_loss(own(), micro_batch=2)
-    monkeypatch.setattr(training, "MAX_BYTES_OF_DATA", 64)
-    made = Training(own(), {"micro_batch": 2}, CPU)
-    assert not made._resident and len(made.data) == 1
-    assert float(made.step()) == expected
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -220,6 +201,7 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(changed, message):
         ({"batch": lambda size, seed: 3}, r"batch\(2, 0\) must be a dict or a tuple of tensors, but is int"),
         ({"batch": lambda size, seed: ()}, "empty tuple"),
         ({"batch": lambda size, seed: {"x": [1]}}, "entry 'x' must be a tensor, but is list"),
+        ({"batch": lambda size, seed: ({"x": torch.ones(size)},)}, "is dict; flatten the batch into one dict"),
         ({"batch": lambda size, seed: (torch.ones(3, 8),)}, r"entry 0 must be the batch's size, 2.*\(3, 8\)"),
         ({"batch": lambda size, seed: (torch.tensor(1.0),)}, r"entry 0 must be the batch's size, 2.*\(\)"),
         ({"batch": lambda size, seed: (torch.rand(size, 8), torch.ones(size, 8))}, "differs from one call"),
@@ -329,3 +311,13 @@ def test_an_id_follows_what_the_functions_say():
         return own(loss=lambda output, batch: factor * error(output, batch))
 
     assert scaled(1.0).id == scaled(1.0).id != scaled(2.0).id
+
+
+def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
+    from redline.training import training
+
+    expected = first_loss(own(), micro_batch=2)
+    monkeypatch.setattr(training, "MAX_BYTES_OF_DATA", 64)
+    made = Training(own(), {"micro_batch": 2}, CPU)
+    assert not made._resident and len(made.data) == 1
+    assert float(made.step()) == expected

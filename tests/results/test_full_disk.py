@@ -143,3 +143,28 @@ def test_a_read_only_folder_is_an_error_before_the_first_trial(open_run, in_chil
     finally:
         folder.chmod(0o755)
         shutil.rmtree(folder)
+
+
+def test_a_disk_turned_read_only_is_an_error_and_keeps_the_outcome_in_memory(small_disk, open_run, point, ok):
+    warnings = []
+    run = open_run(small_disk / "a", warn=warnings.append)
+    for number in range(2):
+        run.start(point(number), sampler="tpe")
+    run.finish(0, ok(5.0))
+    # A disk with open files cannot be remounted read-only from outside; a read-only view mounted over it can.
+    subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(small_disk)], check=True)
+    with pytest.raises(StudyError, match=r"outcome of trial 1 could not be stored: .*Read-only file system"):
+        run.finish(1, ok(7.0))
+    with pytest.raises(StudyError, match="Read-only file system"):
+        run.start(point(2), sampler="tpe")
+    with pytest.raises(StudyError, match="Read-only file system"):
+        run.write_best(["redline"])
+    assert len(warnings) == 1
+    assert run.trials()[1].measurement.throughput == 7.0
+    run.close()
+    with pytest.raises(StudyError, match="Read-only file system"):
+        open_run(small_disk / "a", resume=True)
+    subprocess.run(["umount", str(small_disk)], check=True)
+    with open_run(small_disk / "a", resume=True) as run:
+        assert [trial.number for trial in run.pending()] == [1]

@@ -8,7 +8,7 @@ import pytest
 from redline.base.errors import StudyError
 from redline.base.reading import LARGEST_DOCUMENT
 from redline.results.history import STRETCHES, Curve, History
-from redline.results.trained import DOCUMENT, LOG, highest_step, read_document, step_before
+from redline.results.trained import DOCUMENT, LOG, LONGEST_LINE, highest_step, read_document, step_before
 
 
 def line(step, loss=1.0, **more):
@@ -176,3 +176,11 @@ def test_a_damaged_train_yaml_is_refused_in_words(tmp_path, text, match):
     (tmp_path / DOCUMENT).write_text(text)
     with pytest.raises(StudyError, match=match):
         read_document(tmp_path)
+
+
+def test_a_line_without_an_end_costs_no_memory(tmp_path):
+    append(tmp_path, line(1), b'{"kind": "' + b"x" * (3 * LONGEST_LINE) + b'"}\n', line(2))
+    found = History(tmp_path)
+    while found.read(1.0) or found.unread:
+        assert len(found._reader._rest) <= LONGEST_LINE
+    assert found.step == 2 and found.damaged == 1

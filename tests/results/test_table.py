@@ -1,7 +1,5 @@
 """trials.csv: the header is fixed, values are plain, and any such file can be read."""
 
-import csv
-import io
 import math
 import re
 from pathlib import Path
@@ -160,20 +158,6 @@ def test_hostile_values_come_back(tmp_path_factory, rows):
     assert list(map(unquoted, by_pandas["reason"])) == [fold(outcome.reason) for outcome, _, _ in rows]
 
 
-def test_rows_are_ordered_by_trial_and_pending_trials_have_none(tmp_path):
-    path = write(
-        tmp_path / "trials.csv",
-        ["tp"],
-        trial(5, {"tp": 1}),
-        trial(0, {"tp": 2}),
-        Trial(number=1, config={"tp": 4}),
-        trial(3, {"tp": 8}),
-        trial(5, {"tp": 16}),
-    )
-    frame, _ = read_table(path)
-    assert list(zip(frame["trial"], frame["knob.tp"])) == [(0, 2), (3, 8), (5, 16)]
-
-
 def test_a_knob_without_a_column_is_refused(tmp_path):
     with pytest.raises(StudyError, match="knob 'pp', which has no column"):
         write(tmp_path / "trials.csv", ["tp"], trial(0, {"tp": 1, "pp": 2}))
@@ -278,12 +262,6 @@ def test_a_frame_of_trials_is_what_reading_their_table_gives(tmp_path):
         trial(0, config, Measurement(status=Status.OK, throughput=1.5), sampler="default"),
         trial(1, dict(given_trials[1].config), given_trials[1].measurement),
     ]
-
-
-def test_every_line_is_csv_that_others_read(tmp_path):
-    path = write(tmp_path / "trials.csv", ["n"], trial(0, {"n": 'a,"b"\nc'}))
-    rows = list(csv.reader(io.StringIO(path.read_text())))
-    assert rows[1][-1] == 'a,"b" c'
 
 
 def test_a_long_table_grows_by_its_last_row_and_is_whole_at_every_moment(tmp_path, monkeypatch):
