@@ -1,6 +1,7 @@
 """Size, order, membership, explanation, samples and defaults of a space."""
 
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -415,3 +416,19 @@ def test_choices_of_a_large_space_are_drawn_with_a_seed(huge, unlisted):
         again = drawn.followed_by(drawn.take(np.arange(3)))
         assert large.made(again.unique()) == configs
         assert large.made(again.unique(without=drawn.take(np.arange(50)))) == configs[50:]
+
+
+@pytest.mark.parametrize(("divisor", "listed"), [(9, True), (7, False)], ids=["fewer", "more"])
+def test_a_space_near_the_limit_is_listed_to_know(divisor, listed, monkeypatch):
+    monkeypatch.setattr(enumeration, "MAX_ROWS", 1000)
+    monkeypatch.setattr(enumeration, "_SAMPLED", 200)
+    space = summing(3, 20, divisor)
+    assert space.enumerable == listed
+    if listed:
+        assert len(set(space)) == sum((a + b + c) % divisor == 0 for a, b, c in product(range(20), repeat=3))
+
+
+def test_describe_tells_people_what_there_is(space):
+    text = space.describe()
+    assert text.splitlines()[0] == f"{len(space)} configurations to try"
+    assert "tp * pp <= 8  devices" in text and "= 8 // (tp * pp)" in text and "when tp > 1" in text
