@@ -329,22 +329,23 @@ class _Predictor:
         return fullest_rank(self._by(conventions), self._estimated(config, conventions))
 
     def further_mib(self, config: Mapping[str, Any]) -> float:
-        """Memory of a rank that the estimator has no term for, MiB: the reference model, and the gradients of a model that is one
-        unit of FSDP, which are whole before they are reduced."""
-        if not (self.trainer.reference_model or self.trainer.one_unit):
+        """Memory of a rank that the estimator has no term for, MiB: embeddings that are not quantized, the reference model, and
+        the gradients of a model that is one unit of FSDP, which are whole before they are reduced."""
+        conventions, trainer = self.conventions(config), self.trainer
+        bits = conventions.get("frozen_bits") or 16
+        if bits == 16 and not (trainer.reference_model or trainer.one_unit):
             return 0.0
         strategy = Strategy.of(config)
-        cols = knob_arrays([self._estimated(config, self.conventions(config))], self.estimator.training)
-        weights = self.estimator.facts_of(cols, 0).parameters / (strategy.tp * strategy.pp)
-        half = strategy.precision in ("bf16", "fp16", "bf16_pure")
-        gradients = 2 if half else 4
-        held = 2 if self.conventions(config).get("precision") == "bf16_pure" else 4
-        size = 0.0
-        if self.trainer.reference_model:
-            size += held * weights / (strategy.replicas if strategy.zero == 3 else 1)
-        if self.trainer.one_unit and strategy.grad_accum == 1 and strategy.zero == 2:
-            size += gradients * weights
-        return size / 2**20
+        cols = knob_arrays([self._estimated(config, conventions)], self.estimator.training)
+        facts = self.estimator.facts_of(cols, 0)
+        shards = strategy.tp * strategy.pp * (strategy.replicas if strategy.zero == 3 else 1)
+        size = sum(part.frozen for part in facts.parts if part.role in ("embedding", "head")) * (2 - bits / 8) / shards
+        if trainer.reference_model:
+            size += (2 if conventions.get("precision") == "bf16_pure" else 4) * facts.parameters / shards
+        if trainer.one_unit and strategy.grad_accum == 1 and strategy.zero == 2:
+            half = strategy.precision in ("bf16", "fp16", "bf16_pure")
+            size += (2 if half else 4) * facts.parameters / (strategy.tp * strategy.pp)
+        return float(size) / 2**20
 
     def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:
         """Predictions under the trainer's conventions, and the index of the configuration of each row."""

@@ -308,6 +308,6 @@ def read_quantized(reader: SettingsReader, *names: str) -> None:
         return
     reader.conventions["frozen_bits"] = QUANTIZED_BITS[bits]
     reader.note(
-        f"{name} = {value}: all frozen weights are taken to have {QUANTIZED_BITS[bits]} bits with their scales, embeddings too; "
-        "the time to expand them is not taken into account"
+        f"{name} = {value}: frozen weights are taken to have {QUANTIZED_BITS[bits]} bits with their scales, except "
+        "embeddings and head; the time to expand them is not taken into account"
     )

@@ -379,6 +379,16 @@ def test_pairs_and_the_reference_model_are_counted():
     assert dpo.probability_fits <= stored.probability_fits
 
 
+def test_embeddings_keep_16_bits_beside_quantized_weights():
+    pytest.importorskip("peft")
+    run = "trl sft --model_name_or_path gpt2 --use_peft --load_in_4bit --per_device_train_batch_size 1 --max_length 256"
+    found = check(read(run), "a100-80gb", devices=1)
+    assert found.estimate.breakdown["memory.further"] == pytest.approx(
+        (50257 + 1024) * 768 * (2 - 4.5 / 8) / 2**20, rel=0.01
+    )
+    assert {fact.name: fact.value for fact in found.facts}["quantization"] == "4.5 bits a frozen weight"
+
+
 def test_a_model_that_is_one_unit_of_fsdp_has_whole_weights_and_gradients(tmp_path):
     text = (
         "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"

@@ -863,7 +863,7 @@ WRITTEN = {
                 "precision": "bf16",
                 "seq_len": 1024,
             },
-            "load_in_4bit = True: all frozen weights are taken to have 4.5 bits",
+            "load_in_4bit = True: frozen weights are taken to have 4.5 bits",
         ),
         ("trl sft --config sft.yaml", {"micro_batch": 2, "precision": "fp32", "checkpoint_ratio": 1}, None),
         (
