@@ -56,6 +56,8 @@ LOCKED_S = 3.0
 """Seconds for which another process locks SQLite's file."""
 STILL_S = 300.0
 """Seconds without an event after which the service counts as hung."""
+RECOVERY_S = 120.0
+"""Longest time from a kill to the next one, s; otherwise it follows when a trial has started or ended."""
 RARE = {"Ray head": 0.25, "Ray node": 0.25, "Ray keeper": 0.25}
 """Frequency of a kind relative to the others, as Ray itself restarts slowly."""
 CPUS = 4
@@ -86,7 +88,7 @@ def main() -> None:
     parser.add_argument("--searches", type=int, default=8, help="searches that are queued or run")
     parser.add_argument("--trials", type=int, default=5, help="of a search")
     parser.add_argument("--at-once", type=int, default=3, help="searches at once")
-    parser.add_argument("--every", type=float, default=5.0, help="average seconds between kills")
+    parser.add_argument("--every", type=float, default=5.0, help="average seconds from a recovery to the next kill")
     parser.add_argument("--kinds", nargs="+", metavar="NAME", help="kinds of processes to kill; by default all")
     parser.add_argument("--nodes", type=int, default=0, help="join a Ray cluster of a head and this many nodes")
     parser.add_argument("--seed", type=int, default=0)
@@ -273,8 +275,10 @@ class Chaos:
                 if events:
                     latest, moved = events[-1].id, now
                 if any(event.kind in ("started", "finished") for event in events):
-                    next_kill = min(next_kill, now)
+                    if not self._kills:
+                        next_kill = now
                     if last_kind:
+                        next_kill = now + self._draw.expovariate(1 / self._arguments.every)
                         self._quiet_s[last_kind].append(now - killed_at)
                         last_kind = ""
                 if now - moved > STILL_S:
@@ -283,8 +287,7 @@ class Chaos:
                     kind = self._draw.choices(self._kinds, [RARE.get(kind, 1.0) for kind in self._kinds])[0]
                     if self._service.kill(kind, self._draw):
                         self._kills[kind] += 1
-                        last_kind, killed_at = kind, now
-                        next_kill = now + self._draw.expovariate(1 / self._arguments.every)
+                        last_kind, killed_at, next_kill = kind, now, now + RECOVERY_S
                         print(f"{self._kills.total():4} {kind}", flush=True)
                 open_searches = [*store.searches(state="running"), *store.searches(state="queued")]
                 if self._kills.total() < self._arguments.kills:
