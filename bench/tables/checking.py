@@ -50,7 +50,7 @@ def stated(run: Run, config: Mapping[str, Any]) -> TrainerConfig:
     setup = {name: value for name, value in run.setup.items() if name in known and name not in ASKED}
     length, config = run.setup.get("seq_len"), {"micro_batch": 1, "dp": 1, "grad_accum": 1, **config}
     return TrainerConfig(
-        framework=run.framework.partition("@")[0],
+        framework=trainer.reads or run.framework,
         config=Config({name: value for name, value in config.items() if value is not None}),
         stated=frozenset(config),
         architecture=architecture(run.model),
