@@ -1,25 +1,20 @@
 """A host agent starts whatever its imports print, read or break, and names the cause when it does not."""
 
-import gc
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import cloudpickle
 import psutil
 import pytest
-from redline.base import gpus
 from redline.base.errors import RunnerError
 from redline.results import Status
-from redline.runners import agent as module
 from redline.runners.host import STARTS, HostAgent
 from redline.runners.job import Job
 
@@ -119,48 +114,6 @@ def test_later_imports_are_loaded_when_ready_and_after_a_restart(agent, tmp_path
     assert run() is True
 
 
-def test_late_import_errors_are_reported_like_early_ones(agent, tmp_path):
-    made = agent("")
-    made.wait_ready()
-    (tmp_path / "later.py").write_text("raise KeyError('no such device')")
-    made.also_import(["later"])
-    for _ in range(2):
-        with pytest.raises(RunnerError, match="did not start: KeyError: 'no such device'\nTraceback"):
-            made.wait_ready()
-
-
-def test_a_file_of_the_current_folder_is_not_taken_for_a_module_of_python(agent, tmp_path, monkeypatch):
-    folder = tmp_path / "current"
-    folder.mkdir()
-    (folder / "selectors.py").write_text("raise RuntimeError('not of Python')")
-    monkeypatch.chdir(folder)
-    made = agent("")
-    made.wait_ready()
-    assert made._process.running
-
-
-def test_a_temporary_folder_whose_path_is_too_long_is_named(agent, tmp_path, monkeypatch):
-    folder = tmp_path / ("x" * 100)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with pytest.raises(RunnerError, match="the path of its socket is too long, .*: set TMPDIR to a folder with"):
-        agent("").wait_ready()
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_closing_does_not_wait_for_an_import(agent, tmp_path, later):
-    slow = "import time; open(starts, 'w').close(); time.sleep(600)"
-    made = agent("" if later else slow)
-    if later:
-        made.wait_ready()
-        (tmp_path / "later.py").write_text(f"starts = {str(tmp_path / 'starts')!r}; {slow}")
-        made.also_import(["later"])
-    while not (tmp_path / "starts").exists():
-        time.sleep(0.01)
-    made.close()
-    assert made._process.process.returncode == -signal.SIGTERM
-
-
 def test_a_child_that_outlives_its_agent_does_not_hide_the_death(agent, tmp_path):
     leaves_a_child = """
 pid = os.fork()
@@ -250,20 +203,3 @@ def test_a_module_that_initialises_cuda_is_imported_by_each_trial(agent, tmp_pat
     outcome = made.run(Job(program=cloudpickle.dumps(lambda context: spoils in sys.modules), timeout_s=60))
     assert outcome.status is Status.OK
     assert outcome.ranks[0].report is False
-
-
-def test_an_import_may_ask_for_the_capability_of_a_gpu(tmp_path, monkeypatch):
-    """As torchao does; in a process that initialises CUDA for that, no trial could start."""
-    (tmp_path / "asks.py").write_text(
-        "from torch._dynamo.device_interface import CudaInterface\n"
-        "capability = CudaInterface.Worker.get_device_properties().major\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    found = [gpus.Gpu(name="0", model="NVIDIA H200", memory_mib=143771, capability=(9, 0))]
-    monkeypatch.setattr(gpus, "find_gpus", lambda: found)
-    call = SimpleNamespace(done=lambda name: pytest.fail(f"{name} initialised CUDA"))
-    try:
-        module._import(call, ("asks",))
-    finally:
-        gc.unfreeze()
-    assert sys.modules.pop("asks").capability == 9

@@ -109,28 +109,6 @@ def test_weights_without_a_float32_copy_never_have_one(agent):
     assert rank.build_memory_mib > WHOLE_MIB
 
 
-def other_than_whole(zero, precision):
-    """Names of the weights that differ from those of a model that was built as a whole."""
-    made = Workload(
-        model=lambda: without_memory(64, 4), batch=batch, loss=loss, optimizer=sgd, global_batch=4, name="small stack"
-    )
-    import torch.distributed as dist
-
-    config = {"dp": 2, "zero": zero, "precision": precision, "micro_batch": 2}
-    training = Training(made, config, torch.device("cpu"), seed=5, rank=dist.get_rank(), world_size=2, own_data=False)
-    expected = Training(made, {"micro_batch": 4}, torch.device("cpu"), seed=5, own_data=False).model
-    if precision == "bf16_pure":
-        expected = expected.to(torch.bfloat16)
-    found = {name: each.full_tensor() for name, each in training.model.state_dict().items()}
-    assert found.keys() == expected.state_dict().keys()
-    return [name for name, each in expected.state_dict().items() if not torch.equal(each, found[name])]
-
-
-@pytest.mark.parametrize(("zero", "precision"), [(2, "fp32"), (3, "bf16"), (3, "bf16_pure")])
-def test_weights_cut_block_by_block_are_those_of_the_whole_model(two, zero, precision):
-    assert two.run(other_than_whole, zero, precision) == [[], []]
-
-
 def test_a_part_is_cast_and_cut_before_the_next_is_made(monkeypatch):
     """Records the weights that exist each time memory is allocated."""
     seen = []

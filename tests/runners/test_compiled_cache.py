@@ -15,7 +15,6 @@ from redline.results import Status
 from redline.runners import TrialRequest, TrialTerms
 from redline.runners.compiling import is_truncated, sweep_compiled
 from redline.runners.dispatch import DryRunner, Work
-from redline.runners.failure import is_damaged_library
 from redline.runners.job import Job, Outcome, RankOutcome
 from redline.space import Config
 
@@ -55,24 +54,6 @@ def test_complete_and_unfinished_entries_stay(tmp_path, monkeypatch):
         assert sorted(folder.iterdir()) == [whole, written]
     sweep_compiled()
     assert list(folder.iterdir()) == [whole]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for a CPU by g++")
-def test_a_library_that_was_cut_short_breaks_the_next_compilation_unless_it_is_swept_away(tmp_path):
-    def run(how):
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        command = [sys.executable, "-c", COMPILED, how]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-
-    first = run("as it is")
-    assert first.returncode == 0, first.stderr
-    found = list(tmp_path.glob("*/*.main.so"))
-    for path in found:
-        os.truncate(path, 0)
-    assert found and is_damaged_library(run("as it is").stderr)
-    again = run("sweep")
-    assert again.returncode == 0 and again.stdout == first.stdout, again.stderr
 
 
 SLOW_LINKER = """#!/bin/sh
@@ -128,24 +109,6 @@ def test_a_compilation_that_was_killed_while_it_linked_does_not_break_the_next(t
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and again.stdout == f"{[1.0] * 8}\n", again.stderr
     assert not empty_libraries(cache)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for a CPU by g++")
-def test_a_search_that_was_killed_while_a_trial_compiled_is_resumed(tmp_path):
-    from redline.results import View
-
-    command = [
-        *(sys.executable, "-m", "redline.cli", "tune", "gpt2-tiny", "--seq-len", "32", "--runner", "local"),
-        *("--fix", "fusion=true", "--fix", "precision=fp32", "--trials", "1", "--out", "run"),
-    ]
-    environment = killed_while_it_links(command, tmp_path / "cache", tmp_path, signal.SIGKILL)
-    again = subprocess.run(
-        [*command, "--resume"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
-    )
-    assert again.returncode == 0, again.stdout + again.stderr
-    (trial,) = View(tmp_path / "run").trials()
-    assert trial.ok and trial.config["fusion"] is True
 
 
 class Listed(Work):

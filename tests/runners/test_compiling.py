@@ -109,43 +109,6 @@ def test_ranks_wait_for_a_compiling_one_and_continue(bench):
     assert [each.report for each in outcome.ranks] == [2.0, 2.0]
 
 
-def test_a_hanging_compilation_names_its_rank(bench):
-    def program(context):
-        import torch
-        import torch.distributed as dist
-        from redline.runners.dry_run import join
-
-        join(context)
-        watched(context)
-        if context.rank == 1:
-            compiled_sum(time.monotonic() + 600)(torch.ones(3))
-        dist.barrier()
-
-    outcome = bench.run(program, ranks=2, timeout_s=60, compile_timeout_s=1)
-    assert outcome.reason == "compilation took more than 1 s (during start on rank 1)"
-
-
-@pytest.mark.parametrize(
-    ("elsewhere", "expected"),
-    [(False, ["first steps", True, False, "settled"]), (True, [True, "first steps", False, "settled"])],
-)
-def test_ranks_of_several_hosts_count_as_waiting_for_each_other_until_all_are_through(bench, elsewhere, expected):
-    def program(context):
-        import torch
-        from redline.runners.compiling import Compilation
-
-        events = []
-        compilation = Compilation(events.append, elsewhere=elsewhere)
-        compilation.expected()
-        events.append("first steps")
-        compiled_sum(0.0)(torch.ones(3))
-        compilation.settled()
-        events.append("settled")
-        return events
-
-    assert bench.run(program).ranks[0].report == expected
-
-
 def test_collectives_of_a_trial_wait_as_long_as_its_deadline_and_its_compilations(bench):
     def program(context):
         import torch

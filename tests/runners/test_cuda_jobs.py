@@ -8,18 +8,12 @@ from types import SimpleNamespace
 
 import cloudpickle
 import pytest
-import redline
 from redline.results import Status
 from redline.runners import compiling, host, supervisor
-from redline.runners.dry_run import DryRun
 from redline.runners.host import HostAgent
 from redline.runners.job import Begun, Job, Rendezvous
 from redline.runners.log import LogFile
-from redline.runners.memory import HostMemoryMeter
 from redline.runners.protocol import Caller, Channel, Received
-from redline.runners.rank import RankContext
-from redline.runners.timing import TimingPlan
-from redline.space import Config
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -82,20 +76,6 @@ def test_a_command_waits_for_the_memory_of_its_gpus(monkeypatch, job, waits):
     assert asked == ([("0", "1")] if waits else [])
 
 
-@pytest.mark.parametrize(("printed", "secondary"), [("NCCL communicator was aborted", True), ("a bug", False)])
-def test_a_rank_that_nccl_aborts_for_a_lost_peer_is_no_cause(printed, secondary):
-    def program(context):
-        os.write(2, f"[rank {context.rank}] {printed} on rank 3\n{'x' * 100_000}".encode())
-        os.abort()
-
-    agent = HostAgent(["cloudpickle", "redline.runners.supervisor"])
-    try:
-        (rank,) = agent.run(Job(program=cloudpickle.dumps(program), timeout_s=60)).ranks
-    finally:
-        agent.close()
-    assert (rank.status, rank.secondary) == (Status.CRASH, secondary) and "SIGABRT" in rank.reason
-
-
 @pytest.mark.parametrize(("device", "patience"), [("cpu", 1), ("cuda", 2.5)])
 def test_a_client_waits_for_the_supervisor_s_teardown(monkeypatch, device, patience):
     monkeypatch.setattr(host, "ANSWER_S", 1.0)
@@ -109,18 +89,3 @@ def test_a_client_waits_for_the_supervisor_s_teardown(monkeypatch, device, patie
     outcome = host._outcome(call, Job(program=b"", device_type=device, timeout_s=0.1))
     assert time.monotonic() - begin >= 0.1 + patience
     assert outcome.status is Status.TIMEOUT and f"did not answer for another {patience} s" in outcome.reason
-
-
-def test_retries_of_build_and_probe_are_not_those_of_the_steps():
-    counted = iter([4, 6])  # after the probe, and at the end
-
-    class Meter(HostMemoryMeter):
-        def allocation_retries(self):
-            return next(counted)
-
-    context = RankContext(
-        rank=0, local_rank=0, world_size=1, device_type="cpu", init_method="", memory_limit_mib=None, memory=Meter()
-    )
-    workload = redline.workload("gpt2-tiny")
-    report = DryRun(workload=workload, config=Config({"micro_batch": 1}), plan=TimingPlan(seconds=0.05))(context)
-    assert report.allocation_retries == 2

@@ -1,7 +1,5 @@
 """A trial's time and its compilations' time are counted separately, and each ends the trial."""
 
-import math
-
 import pytest
 from redline.runners.job import COLLECTIVE_MARGIN_S, Job
 from redline.runners.process import Deadline
@@ -35,12 +33,6 @@ def test_all_compilations_together_have_one_time():
     assert deadline.at == 260.0 + 50.0
 
 
-def test_without_a_deadline_nothing_ends_it():
-    deadline = Deadline(0.0)
-    deadline.compiling(True, 0.0)
-    assert deadline.at == math.inf
-
-
 @pytest.mark.parametrize(("timeout_s", "compile_s"), [(5.0, 300.0), (7200.0, 7200.0)])
 def test_collectives_wait_longer_than_the_longest_trial(timeout_s, compile_s):
     job = Job(program=b"", timeout_s=timeout_s, compile_timeout_s=compile_s)
@@ -48,7 +40,3 @@ def test_collectives_wait_longer_than_the_longest_trial(timeout_s, compile_s):
     deadline = Deadline(0.0, timeout_s, compile_s)
     deadline.compiling(True, timeout_s)  # at the last moment
     assert deadline.at < job.collective_timeout_s
-
-
-def test_without_a_deadline_collectives_wait_as_torch_does():
-    assert Job(program=b"").collective_timeout_s is None

@@ -1,29 +1,18 @@
 """A trial starts when its GPUs are free, and memory of other processes is always subtracted; on a faked NVML."""
 
-import time
-from multiprocessing import Pipe
 from types import SimpleNamespace
 
-import cloudpickle
 import pynvml
 import pytest
-import redline
 import torch
 from redline.base import gpus
-from redline.base.device import Device
 from redline.base.gpus import GpuUse, gpu_use
 from redline.estimator import Estimator, TrainingSetup
 from redline.results import Measurement, RankReport, Status, Trial
-from redline.runners import memory, supervisor
-from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
-from redline.runners.job import Job
+from redline.runners import memory
 from redline.runners.load import GpuWatch
-from redline.runners.log import LogFile
 from redline.runners.memory import MIB, CudaMemoryMeter, GpuMemory, wait_for_room
-from redline.runners.protocol import Channel, Received
 from redline.runners.rank import RankContext
-from redline.runners.runner import TrialRequest
-from redline.runners.work import TrialTerms
 from redline.space import Config
 from redline.tuner import search_setup
 
@@ -72,38 +61,6 @@ def test_memory_that_does_not_come_back_is_another_s_and_waited_for_once(tmp_pat
     wait_for_room(("0",), tmp_path, messages.append, use=used(600))  # the other process has ended
     assert wait_for_room(("0",), tmp_path, messages.append, use=used(20_600, 610)) == 610
     assert clock[0] == pytest.approx(before + memory.POLL_S)
-
-
-def test_a_cancelled_trial_is_not_waited_for(tmp_path, clock):
-    wait_for_room(("0",), tmp_path, lambda what: None, use=used(600))
-    wait_for_room(("0",), tmp_path, lambda what: None, use=used(70_000), cancelled=lambda: True)
-    assert clock == [0]
-
-
-def test_a_supervisor_waits_before_it_starts_ranks_and_counts_the_trial_s_time_from_then(monkeypatch, tmp_path):
-    here, there = Pipe()
-    call = Received(Channel(here), 1, "job", ())
-
-    def waits(names, folder, notify, cancelled):
-        assert names == ("3",) and folder == "agents-folder" and not cancelled()
-        there.close()
-        assert cancelled()
-        notify("waited")
-        time.sleep(0.2)
-        return 1234.0
-
-    monkeypatch.setattr(supervisor, "wait_for_room", waits)
-    job = Job(program=b"", device_type="cuda", device_ids=("3",), timeout_s=10.0)
-    one = supervisor.Supervisor(job, call, "agents-folder")
-    first = one._deadline.at
-    with LogFile(tmp_path / "log") as log:
-        one._wait_for_gpus(log)
-    assert one.job.used_mib == 1234 and one._deadline.at >= first + 0.2
-    assert (tmp_path / "log").read_text() == "redline: waited\n"
-    cpu = supervisor.Supervisor(Job(program=b""), call)
-    with LogFile(None) as log:
-        cpu._wait_for_gpus(log)
-    assert cpu.job.used_mib == 0
 
 
 @pytest.fixture
@@ -161,14 +118,6 @@ def test_where_a_container_hides_processes_their_memory_is_what_was_added(nvml, 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
     assert memory_of.held_mib([7, 8]) == held
     assert memory_of.held_mib([]) == 0
-
-
-def test_without_nvml_nothing_is_known_and_nothing_waited_for(monkeypatch, tmp_path):
-    def missing():
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    assert gpu_use() == [] and wait_for_room((), tmp_path, lambda what: None) == 0
 
 
 @pytest.mark.parametrize(
@@ -257,16 +206,3 @@ def test_clock_and_power_are_read_beside_the_steps_that_count(nvml, monkeypatch)
     watch.restart()
     step()
     assert (watch.clock_mhz, watch.power_w) == (1500, None)
-
-
-def test_likely_winners_are_measured_at_settled_clocks():
-    workload = redline.workload("gpt2-tiny")
-    plans = {}
-    for device in (Device(type=each, name="", count=1, memory_mib=80_000) for each in ("cuda", "cpu")):
-        for sustained in (False, True):
-            asked = TrialRequest(config=Config({"micro_batch": 8}), number=1, sustained=sustained)
-            job = DryRuns(workload).job(asked, TrialTerms(device=device))
-            plans[device.type, sustained] = cloudpickle.loads(job.program).plan.settle_seconds
-    assert plans == {("cuda", True): SETTLE_S, ("cuda", False): 0, ("cpu", True): 0, ("cpu", False): 0}
-    report = SimpleNamespace(clock_mhz=1755.0, power_w=690.0, seconds_settle=11.6)
-    assert _at_settled_clocks(report) == "measured at 1,755 MHz and 690 W after 12 s for clocks to settle"

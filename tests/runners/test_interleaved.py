@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import cloudpickle
@@ -16,7 +16,7 @@ import redline
 from redline.base.device import Device, detect
 from redline.results import Measurement, Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
-from redline.runners.job import Job, Outcome, Rendezvous
+from redline.runners.job import Job, Rendezvous
 from redline.space import Config
 
 
@@ -119,20 +119,6 @@ def test_a_failed_program_leaves_the_others_their_turns(bench, tmp_path, fails, 
     assert names.count("b") == 1 and names.count("a") == names.count("c") == found[0].report[0] > 2
 
 
-@pytest.mark.slow
-def test_a_program_that_hangs_in_its_turn_is_killed_and_the_others_continue(bench, tmp_path):
-    notes = str(tmp_path / "notes")
-    programs = [Program("a", notes), Program("b", notes, "hangs"), Program("c", notes)]
-    (found,) = take_turns(bench, programs, timeout_s=30)
-    assert [each.status for each in found] == [Status.OK, Status.TIMEOUT, Status.OK]
-    assert found[1].reason == "its turn took more than 10 s"
-
-
-def test_turns_that_last_longer_than_all_are_to_are_taken_twice(bench, tmp_path):
-    (found,) = take_turns(bench, [Program(name, str(tmp_path / "notes")) for name in "ab"], turn_s=0.3, turns_s=0.1)
-    assert [each.report[0] for each in found] == [2, 2]
-
-
 CONFIG = Config(
     tp=1, pp=1, dp=1, zero=0, micro_batch=2, grad_accum=2, checkpoint_ratio=0.0, precision="fp32", attention="sdpa",
     fusion=False, fused_optimizer=True,
@@ -182,41 +168,6 @@ def test_candidates_on_gpus_are_measured_one_after_the_other():
     runner = LocalRunner.__new__(LocalRunner)
     runner.terms, runner.confirms = TrialTerms(device=device), True
     assert not runner.takes_turns
-
-
-@pytest.mark.parametrize(("seconds", "turns"), [(0.2, 12), (3.0, 12), (12.0, 48)])
-def test_a_longer_measurement_has_more_turns_and_a_shorter_one_no_fewer(seconds, turns, monkeypatch):
-    jobs = []
-    with local() as runner:
-        terms = replace(runner.terms, plan=TimingPlan(seconds=seconds))
-        monkeypatch.setattr(runner, "terms", terms)
-        monkeypatch.setattr(runner, "dispatch", lambda job: jobs.append(job) or Outcome(status=Status.CRASH))
-        alone = Measurement(status=Status.OK, throughput=1.0, unit="tokens/s", peak_memory_mib=1.0)
-        requests = [TrialRequest(config=Config(CONFIG), number=number) for number in range(2)]
-        assert runner.take_turns(requests, [alone] * 2) is None
-    assert [job.turns for job in jobs] == [turns]
-
-
-@pytest.mark.slow
-def test_turns_outlast_what_keeps_a_core_busy_for_a_while(bench, tmp_path):
-    """Turns disturbed by other work do not count: turns repeat until enough undisturbed ones or until `patience_s` is over."""
-    notes = tmp_path / "notes"
-    with beside(notes, 4.0):
-        take_turns(
-            bench, [Program(name, str(notes)) for name in "ab"], turn_s=0.1, turns=5, turns_s=15.0, patience_s=15.0
-        )
-    turns = noted(notes)
-    assert len(turns) > 2 * 5 and turns[-1][2] - turns[0][1] > 3.0
-
-
-def test_patience_ends(bench, tmp_path):
-    notes = tmp_path / "notes"
-    with beside(notes, 60.0):
-        take_turns(
-            bench, [Program(name, str(notes)) for name in "ab"], turn_s=0.05, turns=5, turns_s=3.0, patience_s=2.0
-        )
-    turns = noted(notes)
-    assert turns[-1][2] - turns[0][1] < 50.0, "it gave up while the other still computed"
 
 
 @contextmanager

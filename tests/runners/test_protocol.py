@@ -11,13 +11,11 @@ from multiprocessing import Pipe
 import pytest
 from redline.base.errors import NotFound, RunnerError, UsageError
 from redline.runners.protocol import (
-    LONGEST_ERROR,
     Caller,
     Channel,
     RemoteError,
     RemoteTraceback,
     keep_alive,
-    receive_call,
     serve,
 )
 
@@ -102,21 +100,6 @@ def test_replies_match_their_calls_in_any_order(peer, watched, plain):
     assert not slow.over and slow.result() == "slow" and slow.replied
 
 
-@both_ways
-def test_many_threads_wait_at_once_and_each_gets_its_own(peer, watched):
-    caller, found = peer(watched=watched), {}
-
-    def ask(number):
-        found[number] = caller.call("later", 0.02 * (number % 5), number, within_s=30)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert found == {number: number for number in range(20)}
-
-
 def test_an_error_has_its_class_and_its_traceback(peer):
     caller = peer()
     with pytest.raises(NotFound, match="^no such search$") as caught:
@@ -168,17 +151,6 @@ def test_a_peer_that_dies_fails_all_that_is_open_and_all_that_comes_later(peer, 
         caller.call("echo", 1)
 
 
-def test_without_a_thread_the_end_of_a_peer_is_seen_by_looking(peer):
-    caller = peer()
-    assert not caller.look()
-    caller.begin("dies")
-    end = time.monotonic() + 30
-    while not caller.look():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert caller.lost
-
-
 @both_ways
 def test_a_peer_that_is_silent_is_lost(watched):
     here, there = Pipe()
@@ -192,29 +164,6 @@ def test_a_peer_that_is_silent_is_lost(watched):
         call.result(30)
     assert time.monotonic() - begin < 10
     caller.close()
-
-
-def test_a_peer_that_does_not_read_is_lost():
-    import socket
-    import struct
-
-    here, there = Pipe()
-    with socket.socket(fileno=os.dup(here.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
-    caller = Caller(here, lambda error: type(error).__name__)
-    with pytest.raises(RunnerError, match="^BlockingIOError$"):
-        caller.call("echo", b"x" * 10_000_000)
-    there.close()
-    caller.close()
-
-
-def test_closing_fails_what_is_open(peer):
-    caller = peer(watched="peer")
-    call = caller.begin("later", 60, 0)
-    caller.close()
-    caller.close()
-    with pytest.raises(RunnerError, match="lost: EOFError"):
-        call.result(0)
 
 
 UNTRUSTED = {
@@ -242,34 +191,3 @@ def test_an_invalid_message_of_an_untrusted_peer_loses_it(message):
         call.result(30)
     assert caller.lost and not call.replied
     caller.close()
-
-
-def test_an_untrusted_peer_chooses_neither_class_nor_length_of_an_error(peer):
-    caller = peer(plain=True)
-    with pytest.raises(RunnerError, match="is not JSON serializable"):
-        caller.call("unpicklable")
-    here, there = Pipe()
-    caller = Caller(here, str, plain=True)
-    for kind, text in (("NotFound", "xxx"), ("KeyError", "KeyError: xxx")):
-        call = caller.begin("echo", 1)
-        there.send_bytes(json.dumps(["failed", call.number, kind, "xxx" + "y" * 10_000, ""]).encode())
-        with pytest.raises(RunnerError) as caught:
-            call.result(30)
-        assert type(caught.value) is RunnerError and str(caught.value).startswith(text)
-        assert len(str(caught.value)) == LONGEST_ERROR
-    caller.close()
-
-
-def test_calls_can_be_received_one_by_one_without_a_thread():
-    here, there = Pipe()
-    threads = threading.active_count()
-    caller, channel = Caller(here, str), Channel(there)
-    call = caller.begin("double", 21)
-    received = receive_call(channel)
-    assert (received.method, received.arguments) == ("double", (21,))
-    received.reply(lambda one: 2 * one.arguments[0])
-    assert call.result(30) == 42 and threading.active_count() == threads
-    caller.close()
-    with pytest.raises(EOFError):
-        receive_call(channel)
-    received.done("nobody waits")

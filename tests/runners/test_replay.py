@@ -40,14 +40,6 @@ def test_a_communication_that_is_waited_for_adds_its_price():
     assert played.modelled == pytest.approx(1.0)
 
 
-def test_a_communication_that_computing_hides_adds_what_sticks_out():
-    def waited(at):
-        return play([step(0, 3.0, (1.0, Act.BEGIN, 1, reduction()), (at, Act.WAIT, 1))], second).seconds
-
-    assert waited(2.5) == pytest.approx(3.0)
-    assert waited(1.25) == pytest.approx(3.75)
-
-
 def test_communications_of_a_group_run_one_after_another_and_of_two_groups_together():
     def both(other):
         trace = step(
@@ -122,11 +114,6 @@ def test_a_stream_delays_only_streams_that_wait_for_its_event():
 
     assert played(True) == pytest.approx(3.75)
     assert played(False) == pytest.approx(3.0)
-
-
-def test_transfers_of_earlier_steps_have_ended():
-    trace = step(0, 1.0, (0.5, Act.WAIT, 99), (0.5, Act.AWAIT, 12))
-    assert play([trace], second).seconds == pytest.approx(1.0)
 
 
 def test_ranks_waiting_for_a_transfer_that_never_starts_are_named():

@@ -99,24 +99,6 @@ def test_a_kill_that_nothing_explains_is_a_crash(bench):
     assert outcome.reason == ("killed by signal 9 (SIGKILL), without evidence that memory was short (during start)")
 
 
-def test_a_kill_from_outside_is_a_crash(bench, tmp_path):
-    def program(context):
-        (tmp_path / "pid").write_text(str(os.getpid()))
-        time.sleep(60)
-
-    def kill():
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            time.sleep(0.01)
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    outcome = bench.run(program)
-    thread.join()
-    assert outcome.status is Status.CRASH
-    assert "without evidence that memory was short" in outcome.reason
-
-
 @contextlib.contextmanager
 def small_group(limit_mib):
     """A real control group with this limit below this process's own. Skips if it cannot be created."""

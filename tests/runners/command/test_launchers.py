@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -234,28 +233,6 @@ print("RESULT", made.training.local_batch_size, made.parallelism.tensor_parallel
     assert "RESULT 4 2 1000 1 /trial" in out.stdout, out.stderr[-2000:]
 
 
-def test_megatron_s_own_parser_accepts_the_arguments(tmp_path):
-    try:
-        metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        pytest.skip("megatron-core is not installed (it needs Python 3.12)")
-    script = tmp_path / "pretrain_gpt.py"
-    script.write_text(
-        WITHOUT_TRITON
-        + """
-import argparse
-from megatron.training import arguments
-parser = argparse.ArgumentParser(allow_abbrev=False)
-arguments.add_megatron_arguments(parser)
-made = parser.parse_args(sys.argv[1:])
-print("RESULT", made.micro_batch_size, made.tensor_model_parallel_size, made.train_iters, made.eval_iters, made.log_interval)
-"""
-    )
-    arguments = words("megatron", f"{sys.executable} {script}", config={"micro_batch": 4, "tp": 2})
-    out = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path)
-    assert "RESULT 4 2 1000 0 1" in out.stdout, out.stderr[-2000:]
-
-
 def test_lossy_values_are_tried_where_they_are_allowed():
     assert find_launcher("litgpt").values(NOTHING, 1)["precision"] == ["fp32", "bf16"]
     assert find_launcher("litgpt").values(NOTHING, 1, lossy=True)["precision"] == ["fp32", "bf16", "bf16_pure"]
@@ -349,14 +326,6 @@ def test_options_that_lengthen_or_disturb_a_trial_are_replaced_and_noted(name, c
     assert f", in place of {replaced}; the winner's command has its own options" in note
 
 
-def test_an_option_of_a_short_run_that_varies_is_kept():
-    space = Space()
-    space.choice("evaluates", ["no", "steps"])
-    work = Commands(Command(command="sh t.sh --eval_strategy {evaluates}", launcher="trainer"), space, devices=1)
-    line = work.rendered({"evaluates": "steps"}, 0, Path("/trial"))
-    assert "--eval_strategy steps" in line and "--eval_strategy no" not in line
-
-
 def test_launchers_that_derive_the_accumulation_get_the_global_batch():
     space = space_of("megatron", devices=4)
     space.derive("grad_accum", 16 // space["micro_batch"])
@@ -384,11 +353,3 @@ def test_the_first_trial_is_the_user_s_command_with_what_bounds_its_run_alone():
     assert "--bf16" not in first and "--per_device" not in first and "--gradient_checkpointing" not in first
     larger = task.command.rendered(task.space.config({**default, "micro_batch": 16}), 1, Path("T"))
     assert "--per_device_train_batch_size 16 --bf16 true" in larger and "--gradient_checkpointing true" in larger
-
-
-def test_values_that_are_given_come_before_the_command_s_own():
-    command = Command(command="trl sft --model_name_or_path m --dataset_name d", launcher="trainer")
-    task = resolve_task(Request(target=command, devices=1, override={"precision": ["fp32", "bf16"]}))
-    default = task.space.default()
-    assert default["precision"] == "fp32"
-    assert "--bf16 false" in task.command.rendered(default, 0, Path("T"))
