@@ -1,7 +1,6 @@
 """`redline tune` as a user runs it: real trials, kills and OOMs, all but one test in a separate process."""
 
 import csv
-import json
 import signal
 import subprocess
 import sys
@@ -160,15 +159,6 @@ def test_a_run_ends_with_the_winner_its_gain_and_its_files(folder, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_json_is_one_object_and_nothing_else(folder):
-    done = tune(folder, "mlp", "--trials", 2, "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["best"]["throughput"] > 0
-    assert result["trials"] == {"ok": 2}
-
-
-@pytest.mark.slow
 def test_real_ooms_are_recorded_beside_successes(folder):
     done = tune(folder, "hungry", "--memory-limit", "200MiB", "--trials", 10)
     assert done.returncode == 0, done.stderr
@@ -280,25 +270,3 @@ def test_ctrl_c_keeps_what_was_found_and_exits_130(folder, number):
     assert "Traceback" not in out
     assert left_of(family, timeout=0) == []
     assert (folder / "run" / "best.yaml").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_on_one_folder_are_refused(folder):
-    process = start(folder, "slow", "--trials", 8)
-    wait_for_rows(folder, 1, process)
-    process.send_signal(signal.SIGSTOP)  # otherwise it might end before the second has started
-    second = tune(folder, "slow", "--trials", 8, "--resume")
-    process.send_signal(signal.SIGCONT)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=300)
-    assert second.returncode == 2
-    assert str(process.pid) in second.stderr
-
-
-@pytest.mark.slow
-def test_an_out_that_cannot_be_written_is_refused_before_the_first_trial(folder):
-    (folder / "run").write_text("a file, not a folder")
-    done = tune(folder, "mlp", "--trials", 2)
-    assert done.returncode == 2
-    assert "run" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -13,8 +13,6 @@ import yaml
 from redline.cli import main
 from redline.frameworks import export_targets, render
 from redline.results import Measurement, RunFolder, Status, Trial
-from redline.views.report.exports import exports
-from redline.views.report.run_files import RunFiles
 
 TEXT = "Full throughput, no out of memory. " * 400
 
@@ -217,11 +215,6 @@ def test_the_export_of_a_simulated_run_says_so(capsys, simulated, target):
     assert "measure" not in out.replace("seconds_measure", "")
 
 
-def test_deepspeed_refuses_its_tp_beside_pp(capsys, simulated):
-    code, out, err = export(capsys, simulated, "--to", "deepspeed")
-    assert (code, out) == (2, "") and "DeepSpeed cannot run tp=4 with pp=2 from a file" in err
-
-
 def test_a_simulated_run_is_started_on_the_hosts_of_its_hardware(capsys, simulated, tmp_path):
     path = tmp_path / "job.sh"
     code, _, err = export(capsys, simulated, "--to", "torchtitan", "--launch", "slurm", "-o", path)
@@ -240,14 +233,6 @@ def test_a_trial_that_did_not_run_to_its_end_is_refused_unless_forced(capsys, si
         assert (code, out) == (2, "") and f"trial {number} {end}" in err and "--force" in err
         code, out, _ = export(capsys, simulated, "--to", "accelerate", "--trial", number, "--force")
         assert code == 0 and f"# - trial {number} {end}" in out
-
-
-def test_the_dashboards_exports_of_such_a_trial_name_its_end(simulated):
-    source = RunFiles.read(simulated)
-    trial = next(each for each in source.trials if each.number == 1)
-    for made in exports(source, trial):
-        if "error" not in made:
-            assert "it ended as oom" in made["text"] + " ".join(made["notes"])
 
 
 def test_a_folder_without_a_run_is_named(capsys, tmp_path):

@@ -9,7 +9,7 @@ from redline.base import device
 from redline.base.errors import UsageError
 from redline.cli.outcome import print_result
 from redline.cli.progress import LineListener, TerminalListener
-from redline.results import Measurement, RunFolder, Status, Trial
+from redline.results import Measurement, RunFolder, Status, Trial, summary
 from redline.results.measurement import REFINEMENT
 from redline.space import Config
 from redline.tuner import search_setup
@@ -70,17 +70,6 @@ def test_measuring_the_leaders_again_has_a_clock_and_an_end(monkeypatch):
     lines = io.StringIO()
     LineListener(lines).on_remeasure([trial(3, 1.0)], 0, 2, 160.0)
     assert lines.getvalue() == "measuring the leaders again: turn 1 of 2, about 2:40 left: trial 3\n"
-
-
-def test_simulated_measurements_take_no_time_that_could_be_left():
-    listener, lines = TerminalListener(io.StringIO()), io.StringIO()
-    plain = LineListener(lines)
-    for each in (listener, plain):
-        each.on_start(replace(plan(), runner="simulate"))
-        each.on_trial_end(trial(0, 1.0, seconds_total=90.0))
-        each.on_remeasure([trial(3, 1.0)], 0, 2, 160.0)
-    assert "measuring the leaders again: turn 1 of 2 (trial 3)" in shown(listener)
-    assert "left" not in shown(listener) + lines.getvalue()
 
 
 def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
@@ -163,7 +152,44 @@ def test_the_end_has_a_gain_with_its_interval_and_names_one_that_is_not_shown(ca
     assert "gain     1.22x ± 0.03" in capsys.readouterr().out
 
 
-def test_utilisation_of_two_formats_is_not_set_side_by_side(capsys):
-    ended(ok(1.0, mfu=0.4, tflops_per_device=8.0), ok(2.0, mfu=0.1, tflops_per_device=16.0))
+def failed(number, status, reason, **more):
+    measurement = Measurement(status=status, reason=reason, **more)
+    return Trial(
+        number=number, config={"a": number}, sampler="random" if number else "default", measurement=measurement
+    )
+
+
+@pytest.mark.parametrize("launcher", ["", None])
+def test_the_same_crash_everywhere_is_shown_with_the_end_of_its_log(capsys, tmp_path, launcher):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "0.log").write_text("Traceback:\n" + "  a line\n" * 20 + "RuntimeError: no such head\n")
+    trials = [failed(number, Status.CRASH, "RuntimeError: no such head", log="logs/0.log") for number in range(2)]
+    print_result(make_result(trials, ["a"], folder=tmp_path, ended="done", interrupted=False), launcher=launcher)
     out = capsys.readouterr().out
-    assert "TFLOP/s per device" in out and "MFU" not in out
+    what = "model" if launcher == "" else "command"
+    assert f"Your {what} fails in every configuration: RuntimeError: no such head" in " ".join(out.split())
+    *_, last, path = out.splitlines()
+    assert last == "  RuntimeError: no such head" and path == f"next     read {tmp_path}/logs/0.log"
+    other = [*trials[:1], failed(1, Status.OOM, "too large")]
+    assert summary.fails_everywhere(other) is None
+
+
+def test_the_end_of_a_log_is_that_of_the_rank_that_failed(capsys, tmp_path):
+    (tmp_path / "logs").mkdir()
+    lines = ["[rank 1] ScheduleError: 'norm' is late", *("[rank 0] Connection closed by peer" for _ in range(20))]
+    (tmp_path / "logs" / "0.log").write_text("\n".join(lines))
+    trials = [failed(0, Status.CRASH, "rank 1: ScheduleError: 'norm' is late", log="logs/0.log")]
+    print_result(make_result(trials, ["a"], folder=tmp_path, ended="done", interrupted=False))
+    out = capsys.readouterr().out
+    assert "  [rank 1] ScheduleError: 'norm' is late\n" in out and "Connection closed" not in out
+
+
+def test_simulated_measurements_take_no_time_that_could_be_left():
+    listener, lines = TerminalListener(io.StringIO()), io.StringIO()
+    plain = LineListener(lines)
+    for each in (listener, plain):
+        each.on_start(replace(plan(), runner="simulate"))
+        each.on_trial_end(trial(0, 1.0, seconds_total=90.0))
+        each.on_remeasure([trial(3, 1.0)], 0, 2, 160.0)
+    assert "measuring the leaders again: turn 1 of 2 (trial 3)" in shown(listener)
+    assert "left" not in shown(listener) + lines.getvalue()

@@ -117,19 +117,6 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
     assert [each["status"] for each in csv.DictReader(open("run/trials.csv"))] == ["crash", "crash", "ok"]
 
 
-def test_the_first_two_that_time_out_without_a_metric_end_the_search(checkout, capsys):
-    Path("train.py").write_text("import time\nprint('[iter 00010] 654.4 samples/sec', flush=True)\ntime.sleep(600)\n")
-    options = ["--space", "knobs.yaml", "--trials", 6, "--out", "run", "--trial-timeout", "6s"]
-    code, out, _ = run(capsys, "tune", "--command", checkout, *options)
-    assert (
-        code == 3
-        and "the first two trials timed out without a usable metric, so the command is to blame"
-        in " ".join(out.split())
-    )
-    rows = list(csv.DictReader(open("run/trials.csv")))
-    assert [each["status"] for each in rows] == ["timeout", "timeout"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -208,17 +195,6 @@ for rows in DataLoader(torch.randn(4000, 8), batch_size=4):
     assert f"limited by       {limit}" in shown
     (row,) = csv.DictReader(open("r/trials.csv"))
     assert float(row["samples_per_second"]) == pytest.approx(4e3 / step_ms, rel=0.01) and step_ms < 40
-
-
-@pytest.mark.slow
-def test_knobs_are_declared_by_their_values(checkout, capsys):
-    knobs = ["--set", "micro_batch=4,2", "--set", "mode=fast"]
-    code, out, err = run(
-        capsys, "tune", "--command", checkout, *knobs, "--sampler", "grid", "--measure-time", "0.2s", "--out", "r"
-    )
-    assert code == 0, out + err
-    rows = list(csv.DictReader(open("r/trials.csv")))
-    assert [(row["knob.micro_batch"], row["knob.mode"]) for row in rows] == [("4", "fast"), ("2", "fast")]
 
 
 def test_values_that_yaml_would_take_for_others_stay_words(checkout, capsys):
@@ -436,20 +412,6 @@ def test_a_model_that_only_the_command_knows_is_no_obstacle(checkout, capsys):
     assert code == 0 and note in out, out + err
 
 
-@pytest.mark.slow
-def test_python_tunes_commands_too(checkout):
-    result = rl.tune(
-        rl.Command(command=[sys.executable, "train.py", "{micro_batch}", "{mode}"]),
-        rl.Space.from_yaml("knobs.yaml"),
-        sampler="grid",
-        measure_time=0.3,
-        fix={"mode": "fast"},
-    )
-    assert result.best.config == {"micro_batch": 4, "mode": "fast"} and set(result.trials["unit"]) == {"samples/s"}
-    with pytest.raises(UsageError, match="isolate=False is for a callable"):
-        rl.tune(rl.Command(command="true"), rl.Space(), isolate=False)
-
-
 def test_the_command_that_repeats_a_run_has_the_texts_of_its_knobs_exactly():
     from redline.results import Measurement, Status, Trial
     from redline.tuner.record import command_of
@@ -480,3 +442,16 @@ def test_the_command_that_repeats_a_run_has_its_runner_and_limits():
     assert (given["--runner"], given["--hardware"], given["--trial-timeout"]) == ("emulate", "h100-80gb", "30m")
     assert "--measure-time" not in given
     assert parse_memory(given["--memory-limit"]) == 1415577.0
+
+
+def test_the_first_two_that_time_out_without_a_metric_end_the_search(checkout, capsys):
+    Path("train.py").write_text("import time\nprint('[iter 00010] 654.4 samples/sec', flush=True)\ntime.sleep(600)\n")
+    options = ["--space", "knobs.yaml", "--trials", 6, "--out", "run", "--trial-timeout", "6s"]
+    code, out, _ = run(capsys, "tune", "--command", checkout, *options)
+    assert (
+        code == 3
+        and "the first two trials timed out without a usable metric, so the command is to blame"
+        in " ".join(out.split())
+    )
+    rows = list(csv.DictReader(open("run/trials.csv")))
+    assert [each["status"] for each in rows] == ["timeout", "timeout"]

@@ -1,7 +1,6 @@
 """`--allow lossy`: values that trade accuracy for speed are tried only on request and never reported alone."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import redline as rl
@@ -44,17 +43,6 @@ def test_lossy_values_are_allowed_by_allow_or_by_name():
     assert precisions(allow="lossy", fix={"precision": "bf16"}) == (("bf16",), {"reduce_dtype": ["bf16"]})
 
 
-@pytest.mark.parametrize("command", ["tune", "space", "estimate"])
-def test_every_command_refuses_what_cannot_be_allowed(capsys, tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    code, _, err = run(capsys, command, "gpt2-tiny", "--allow", "lossi")
-    assert code == 2 and "did you mean 'lossy'" in err
-    resolve_task(TrainingRequest("gpt2-tiny")).space.to_yaml("space.yaml")
-    code, _, err = run(capsys, command, "gpt2-tiny", "--space", "space.yaml", "--allow", "lossy")
-    assert code == 2 and "allow=lossy would have no effect" in err
-    assert [each.name for each in tmp_path.iterdir()] == ["space.yaml"]
-
-
 def test_a_callable_has_no_default_space_to_add_to():
     space = rl.Space()
     space.choice("x", [1, 2])
@@ -72,24 +60,6 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
     assert "without hsdp: the 2 devices are on one host" in out
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1, "--allow", "lossy")
     assert "left out" not in out and "bf16_pure is lossy, without fp32 master weights" in out
-
-
-def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypatch):
-    _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
-    assert "without fp8: a CPU does not support 8-bit products" in out and "only the loss" not in out
-    described = resolve_task(TrainingRequest("llama-tiny"), simulated=H100).device
-    lacking = lambda package, extra: f"no {package}, {extra}"  # noqa: E731
-    monkeypatch.setattr("redline.base.device.not_installed", lacking)
-    present = replace(described, features=frozenset())
-    left_out = "lossy: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
-    alone = "kernels replace only the loss, not modules: no liger_kernel, kernels"
-    for device, message, unsaid in (
-        (described, (left_out,), ("without fp8", alone)),
-        (present, ("without fp8: no torchao, fp8", alone), ("precision=fp8",)),
-    ):
-        monkeypatch.setattr("redline.tuner.task.detect", lambda device=device: device)
-        _, out, _ = run(capsys, "space", "llama-tiny", "--devices", 1)
-        assert all(each in out for each in message) and not any(each in out for each in unsaid)
 
 
 def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
@@ -116,19 +86,6 @@ def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
     assert "precision=bf16_pure (lossy)" in trial_line(result.best.trial).plain
     _, out, _ = run(capsys, "show", tmp_path / "run")
     assert f"without lossy values: trial {result.best_exact.trial.number}, " in out
-
-
-def test_without_lossy_values_only_the_winner_is_shown(capsys):
-    def measured(number, speed):
-        config = Config(precision="fp32", micro_batch=number)
-        measured = Measurement(status=Status.OK, throughput=speed)
-        return Trial(number=number, config=config, measurement=measured)
-
-    trials = [measured(0, 5.0), measured(1, 7.0)]
-    result = make_result(trials, ["precision"], folder=None, ended="", interrupted=False)
-    assert result.best_exact == result.best
-    print_result(result)
-    assert "master" not in capsys.readouterr().out
 
 
 def test_the_best_without_lossy_values_is_measured_again_beside_lossy_leaders():

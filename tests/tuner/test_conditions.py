@@ -7,10 +7,9 @@ import sys
 import pytest
 from listeners import RecordingListener
 from redline.results import Measurement, Status, Trial
-from redline.results.again import judged
 from redline.runners.load import HostLoad, Watch, foreign_cores
 from redline.space import Config
-from redline.tuner.history import Conditions, History, at_first_speed, unsteady
+from redline.tuner.history import Conditions, History, at_first_speed
 
 
 def ran(throughput, load, **more):
@@ -32,6 +31,12 @@ class Canary:
     def __call__(self, trial):
         self.asked.append(trial.number)
         return self.answers.pop(0)
+
+
+def _seconds_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def test_while_nothing_changes_no_canary_is_run():
@@ -103,6 +108,12 @@ def test_under_a_heavier_load_than_the_canary_ever_ran_a_core_costs_what_it_did_
     assert heavy.machine_speed == pytest.approx(0.5**0.5)
 
 
+def test_cores_that_others_keep_busy_are_counted_a_host():
+    ranks = [HostLoad("a", 10.0, 25.0, 9.0), HostLoad("a", 10.0, 25.0, 9.5), HostLoad("b", 10.0, 10.0, 10.0), None]
+    assert foreign_cores(ranks) == pytest.approx(2.5 - 1.85)
+    assert foreign_cores([None]) is None and foreign_cores([]) is None
+
+
 def test_a_canary_that_fails_changes_nothing():
     crashed = Measurement(status=Status.CRASH, reason="gone")
     canary, listener = Canary(crashed, crashed, ran(40.0, 1.0)), RecordingListener()
@@ -114,29 +125,6 @@ def test_a_canary_that_fails_changes_nothing():
         assert len(canary.asked) == len(listener.messages) == asked
     assert "trial 0" in listener.messages[0] and "crash (gone)" in listener.messages[0]
     assert conditions.judge(trials, ran(60.0, 1.0)).machine_speed == 0.4
-
-
-def test_a_re_measurement_is_not_corrected_for_the_load_of_the_first_measurement():
-    busy = trial(1, ran(600.0, 1.0, machine_speed=0.6))
-    assert at_first_speed(busy).throughput == pytest.approx(1000.0)
-    again = judged(busy, [1000.0, 1000.0])
-    assert at_first_speed(again).throughput == 1000.0
-    quiet = trial(2, ran(990.0, 0.0))
-    assert unsteady([busy, quiet]) and not unsteady([again, quiet])
-    assert judged(again, [], initial=busy.measured) == busy
-
-
-def test_failures_and_unknown_loads_need_no_canary():
-    conditions = Conditions(Canary(), RecordingListener())
-    trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
-    assert conditions.judge(trials, Measurement(status=Status.OOM)).machine_speed is None
-    assert conditions.judge(trials, ran(50.0, None)).machine_speed is None
-
-
-def test_cores_that_others_keep_busy_are_counted_a_host():
-    ranks = [HostLoad("a", 10.0, 25.0, 9.0), HostLoad("a", 10.0, 25.0, 9.5), HostLoad("b", 10.0, 10.0, 10.0), None]
-    assert foreign_cores(ranks) == pytest.approx(2.5 - 1.85)
-    assert foreign_cores([None]) is None and foreign_cores([]) is None
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="the kernel does not tell")
@@ -154,23 +142,3 @@ def test_a_process_that_spins_beside_is_seen():
         other.wait()
     assert load.busy - load.own > 0.7
     assert foreign_cores([load]) > 0.0
-
-
-def _seconds_of(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        user, system = file.read().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def test_only_the_cores_that_a_process_may_use_count_as_busy(tmp_path, monkeypatch):
-    def write(*busy):
-        times = {"cpu": sum(busy), **{f"cpu{number}": ticks for number, ticks in enumerate(busy)}}
-        stat.write_text("".join(f"{cpu} {ticks} 0 0 0 0 0 0 0 0 0\n" for cpu, ticks in times.items()) + "ctxt 1\n")
-
-    tick, stat = os.sysconf("SC_CLK_TCK"), tmp_path / "stat"
-    monkeypatch.setattr("redline.runners.load._STAT", stat)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2})
-    write(0, 0, 0, 0)
-    watch = Watch()
-    write(500 * tick, 3 * tick, 4 * tick, 500 * tick)
-    assert watch.load().busy == 7

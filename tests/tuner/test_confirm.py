@@ -4,7 +4,6 @@ import math
 import random
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,11 +15,9 @@ from redline.runners import Runner
 from redline.space import Config
 from redline.tuner.budget import Budget
 from redline.tuner.confirm import (
-    CALM_ROUNDS,
     FEWEST_ROUNDS,
     MOST_ROUNDS,
     MOST_ROUNDS_OF_PAIR,
-    calm_rounds,
     compare_rounds,
     corrected,
 )
@@ -205,17 +202,6 @@ def test_the_first_measurements_count_if_every_leader_fails_when_measured_again(
     assert (entry["throughput"], entry["unconfirmed"]) == (100.0, winner.measured.unconfirmed)
 
 
-def test_a_leader_that_fails_after_its_first_round_is_unconfirmed_if_no_other_is_confirmed():
-    class Tiring(Machine):
-        def run(self, request):
-            self._crashing = {0, 1} if len(self.order) > 1 else set()
-            return super().run(request)
-
-    trials, _, _ = confirm([60.0, 100.0], kind=Tiring)
-    assert summary.best(trials).throughput == 100.0
-    assert all(trial.measured.unconfirmed and not trial.remeasured for trial in trials)
-
-
 def test_a_leader_that_times_out_when_measured_again_keeps_its_first_measurement():
     trials, order, lines = confirm([60.0, 100.0], late={0, 1})
     assert order == [1, 0]
@@ -232,11 +218,6 @@ def test_a_remeasurement_far_from_the_first_is_reported():
     _, _, lines = confirm([60.0, 1846.0, 90.0], [60.0, 706.0, 90.0])
     (line,) = lines
     assert "trial 1 ran at 1,846 tokens/s, then at 706 tokens/s" in line and "load" in line
-
-
-def test_a_single_success_is_not_remeasured_in_turns():
-    trials, order, _ = confirm([60.0])
-    assert order == [] and summary.best(trials).number == 0
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.03])
@@ -321,90 +302,6 @@ def test_leaders_that_do_not_fit_together_are_measured_one_by_one():
     assert [bool(trial.remeasured) for trial in trials] == [True, True, False, True, True, False]
 
 
-def test_leaders_are_measured_one_by_one_after_a_runner_error():
-    class Lost(Turns):
-        def take_turns(self, requests, alone, patience_s):
-            self.stretches.append([each.number for each in requests])
-            raise RunnerError("the host agent was lost")
-
-    trials, stretches, _ = confirm([60.0, 100.0, 90.0], kind=Lost)
-    assert stretches == [[1, 2, 0]]
-    assert summary.best(trials).number == 1
-    assert [len(trial.remeasured) for trial in trials] == [FEWEST_ROUNDS] * 3
-
-
-def test_a_runner_that_was_closed_in_turns_ends_the_search():
-    class Closed(Turns):
-        closed = True
-
-        def take_turns(self, requests, alone, patience_s):
-            raise RunnerError("the host agent was closed")
-
-    with pytest.raises(RunnerError, match="closed"):
-        confirm([60.0, 100.0, 90.0], kind=Closed)
-
-
-def test_an_outlier_among_turns_moves_nothing():
-    def ran(throughput):
-        return Measurement(status=Status.OK, throughput=throughput)
-
-    rounds = [{0: ran(100.0), 1: ran(90.0)} for _ in range(10)]
-    rounds[3] = {0: ran(100.0), 1: ran(9.0)}
-    found = compare_rounds(rounds)
-    assert found.gap(0, 1) == pytest.approx(math.log(100 / 90), abs=1e-3)
-    assert found.ahead(0, 1, 1)
-
-
-def test_ties_are_decided_by_the_middle_turns():
-    def trial(number, throughputs):
-        measured = Measurement(status=Status.OK, throughput=throughputs[0])
-        return judged(Trial(number=number, config=Config({"a": number}), measurement=measured), throughputs)
-
-    # The two are 1.8 % apart, and each has one outlier.
-    first = trial(0, [100.0 + 0.01 * at for at in range(23)] + [50.0])
-    other = trial(1, [98.2 + 0.01 * at for at in range(23)] + [150.0])
-    assert summary.tied([first, other]) == []
-    few = trial(2, [98.2, 100.1])
-    assert [each.number for each in summary.tied([trial(0, [100.0, 100.2]), few])] == [2]
-
-
-def test_turns_under_a_load_do_not_count_where_there_were_enough_without():
-    """The load slows the fastest one more than the others: its slope differs from theirs."""
-
-    def ran(throughput, load):
-        return Measurement(status=Status.OK, throughput=throughput, foreign_cores=load)
-
-    loaded = [{0: ran(80.0, 1.0), 1: ran(60.0, 1.1)} for _ in range(20)]
-    calm = [{0: ran(90.0, 0.0), 1: ran(100.0, 0.1)} for _ in range(CALM_ROUNDS)]
-    assert calm_rounds(loaded + calm) == calm
-    assert compare_rounds(calm_rounds(loaded + calm)).gap(1, 0) == pytest.approx(math.log(100 / 90))
-    # A candidate that was never measured without the load is compared only with measurements under the load.
-    assert calm_rounds(loaded + calm[1:]) == loaded + calm[1:]
-    late = [{2: ran(70.0, 1.0), 0: ran(80.0, 1.0)}]
-    assert calm_rounds(calm + late) == calm + late
-    assert calm_rounds([]) == []
-
-
-def test_turns_may_last_longer_where_the_time_is_enough_for_it():
-    class Asked(Turns):
-        patience: ClassVar[list[float]] = []
-
-        def take_turns(self, requests, alone, patience_s):
-            self.patience.append(patience_s)
-            return super().take_turns(requests, alone, patience_s)
-
-    def asked(trials, **budget):
-        Asked.patience.clear()
-        confirm([60.0, 100.0, 90.0] + [10.0] * (trials - 3), kind=Asked, **budget)
-        return Asked.patience[0]
-
-    # A trial takes 1 s: half of the time is left for further rounds, which is 0.3 of the search's time.
-    assert asked(40) == pytest.approx(6.0, abs=0.5)
-    # Three contenders, at least two rounds each.
-    assert asked(40, seconds=8.0) == pytest.approx(2.0, abs=0.5)
-    assert asked(3, seconds=6.1) < 0.2
-
-
 def test_the_pair_is_measured_further_while_the_interval_of_its_gain_includes_1():
     def run(spread):
         trials, order, _ = confirm([100.0, 112.0], spread=spread, noise=0.001, kind=Turns, many=2)
@@ -447,30 +344,6 @@ def test_an_interrupted_first_round_does_not_count():
     assert not any(trial.remeasured for trial in folder.trials())
 
 
-def test_a_pair_of_which_one_timed_out_is_not_measured_further():
-    class Late(Machine):
-        def run(self, request):
-            measured = super().run(request)
-            if request.number == 1 and self.order.count(1) > MOST_ROUNDS:
-                return Measurement(status=Status.TIMEOUT, reason="no result within 15 s")
-            return measured
-
-    trials, order, lines = confirm([100.0, 112.0], spread=2.0, noise=0.001, kind=Late)
-    assert order.count(1) == MOST_ROUNDS + 1 and len(trials[1].remeasured) == MOST_ROUNDS
-    (line,) = lines
-    assert line.startswith("trial 1 timed out") and "its earlier re-measurements are kept" in line
-
-
-def test_the_next_exact_trial_replaces_one_that_failed_when_measured_again():
-    throughputs = [50.0, 200.0, 190.0, 180.0, 100.0, 90.0]
-    folder = Memory(throughputs)
-    folder._trials[1:4] = [replace(trial, lossy=("precision",)) for trial in folder._trials[1:4]]
-    search(folder, Machine(throughputs, crashing={4})).confirm()
-    trials = folder.trials()
-    assert summary.best(trials).number == 1
-    assert summary.best_exact(trials).number == 5
-
-
 @pytest.mark.parametrize("contenders", [2, 4])
 def test_the_interval_of_a_gain_holds_the_gain(contenders):
     """Rounds differ by 5 %, measurements of a round by 2 %; a first measurement is more even than that."""
@@ -491,3 +364,29 @@ def test_the_interval_of_a_gain_holds_the_gain(contenders):
         ratio = one.throughput / other.throughput
         held += abs(ratio - 1) <= ratio * math.hypot(one.spread, other.spread)
     assert held >= 0.87 * draws, held  # 95 % less three standard errors of a share
+
+
+def test_leaders_are_measured_one_by_one_after_a_runner_error():
+    class Lost(Turns):
+        def take_turns(self, requests, alone, patience_s):
+            self.stretches.append([each.number for each in requests])
+            raise RunnerError("the host agent was lost")
+
+    trials, stretches, _ = confirm([60.0, 100.0, 90.0], kind=Lost)
+    assert stretches == [[1, 2, 0]]
+    assert summary.best(trials).number == 1
+    assert [len(trial.remeasured) for trial in trials] == [FEWEST_ROUNDS] * 3
+
+
+def test_a_pair_of_which_one_timed_out_is_not_measured_further():
+    class Late(Machine):
+        def run(self, request):
+            measured = super().run(request)
+            if request.number == 1 and self.order.count(1) > MOST_ROUNDS:
+                return Measurement(status=Status.TIMEOUT, reason="no result within 15 s")
+            return measured
+
+    trials, order, lines = confirm([100.0, 112.0], spread=2.0, noise=0.001, kind=Late)
+    assert order.count(1) == MOST_ROUNDS + 1 and len(trials[1].remeasured) == MOST_ROUNDS
+    (line,) = lines
+    assert line.startswith("trial 1 timed out") and "its earlier re-measurements are kept" in line

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import psutil
@@ -12,9 +11,7 @@ import pytest
 import redline as rl
 from redline.estimator import measuring
 from redline.models.request import TrainingRequest
-from redline.runners import registry
 from redline.runners.host import HostAgent
-from redline.runners.ray_runner import RayRunner
 from redline.tuner import search_setup
 from redline.tuner.task import resolve_task
 from torch import nn
@@ -80,33 +77,6 @@ def test_this_machine_is_measured_when_the_agent_is_at_rest(started, tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         rl.tune("gpt2-tiny", runner="local", out=tmp_path / "run", fix={"fusion": False})
     assert owed == [0]
-
-
-def test_this_machine_is_measured_when_ray_is_ready_and_variants_can_still_be_traced_by_forks(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    steps = []
-
-    class Watched(RayRunner):
-        def wait_ready(self):
-            super().wait_ready()
-            steps.append(f"{self.slots} at once")
-
-        def close(self):
-            super().close()
-            steps.append("closed")
-
-    threads = threading.active_count()
-
-    def measure(**_):
-        steps.append(f"measured beside {threading.active_count() - threads} threads")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(registry, "RUNNERS", {"ray": Watched})
-    monkeypatch.setattr(measuring, "table_entry", lambda device: None)
-    monkeypatch.setattr(measuring, "measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        rl.tune("gpt2-tiny", runner="ray", out=tmp_path / "run", fix={"fusion": False})
-    assert steps == ["1 at once", "measured beside 0 threads", "closed"]
 
 
 def test_runs_without_local_trials_start_no_agent(started, tmp_path):

@@ -135,38 +135,6 @@ def test_outcomes_are_equal_in_a_separate_process_and_in_this_one(isolate, tmp_p
     assert (best.unit, best.peak_memory_mib) == ("images/s", 10.0)
 
 
-def test_side_effects_of_calls_do_not_reach_this_process(tmp_path, capfd):
-    calls = []
-
-    def fn(config):
-        calls.append(config)
-        os.environ["REDLINE_TEST_LEAK"] = "1"
-        print("printed by the call", flush=True)
-        return rl.Measurement(status=Status.OK, throughput=float(len(calls)), reason=str(os.getpid()))
-
-    result = rl.tune(fn, ways("a", "b", "c"), trials=3, sampler="grid", out=tmp_path / "run")
-    assert calls == [] and "REDLINE_TEST_LEAK" not in os.environ
-    assert [trial.measurement.throughput for trial in result.all_trials] == [1.0, 1.0, 1.0]
-    pids = {trial.measurement.reason for trial in result.all_trials}
-    assert len(pids) == 3 and str(os.getpid()) not in pids
-    assert "printed by the call" in (tmp_path / "run" / "logs" / "0.log").read_text()
-    assert "printed by the call" not in "".join(capfd.readouterr())
-
-
-def test_isolate_false_keeps_the_call_in_this_process(tmp_path):
-    held = threading.Lock()  # no other process could have it
-    calls = []
-
-    def fn(config):
-        with held:
-            calls.append(os.getpid())
-        return 1.0
-
-    rl.tune(fn, ways("a", "b"), trials=2, sampler="grid", isolate=False, out=tmp_path / "run")
-    assert calls == [os.getpid()] * 2
-    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]["runner"] == "function"
-
-
 def test_a_call_ends_with_everything_it_started(tmp_path):
     def fn(config):
         child = subprocess.Popen(["sleep", "599"], start_new_session=True)
@@ -262,11 +230,6 @@ def test_unsupported_options_of_isolation_are_refused(options, message, tmp_path
 def test_a_workload_is_always_isolated():
     with pytest.raises(rl.UsageError, match="isolate=False is for a callable"):
         rl.tune("gpt2-tiny", isolate=False)
-
-
-def test_limits_that_ask_for_nothing_are_taken_in_this_process():
-    result = rl.tune(lambda config: 1.0, ways("a"), trials=1, isolate=False, trial_timeout=None, concurrency=1)
-    assert result.best is not None
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from inspect import signature
 from typing import Annotated
 
 import click
-import numpy as np
 import pydantic
 import pytest
 import redline
@@ -170,9 +169,3 @@ def test_values_out_of_bounds_are_refused_with_the_rule(given, rule):
     with pytest.raises(UsageError, match=f"must be {rule}, but got"):
         check_options(Section(**given))
     check_options(Section(share=None, apples=2, sizes=(0, 0)))
-
-
-def test_numbers_of_numpy_are_numbers():
-    check_options(Section(share=np.float32(0.5), apples=np.int64(2), sizes=(np.float64(0.5),)))
-    with pytest.raises(UsageError, match="a whole number"):
-        check_options(Section(share=None, apples=np.float64(2), sizes=()))

@@ -4,9 +4,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import redline as rl
 import torch
@@ -23,7 +21,6 @@ from redline.tuner.planning import (
     beginning_with,
     plan,
     safer,
-    smallest,
     training_space,
     with_samples_of,
 )
@@ -142,16 +139,6 @@ def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(tiny):
     assert found.estimate.peak_memory_mib <= (1 - HEADROOM) * measure.memory_limit_mib
 
 
-def test_the_risk_of_failure_reduces_the_expected_throughput():
-    table = SimpleNamespace(
-        step_ms=np.array([1.0, 1.0, np.inf, 1.0]),
-        preference=np.array([100.0, 95.0, 0.0, 200.0]),
-        fullest_memory_mib=np.array([90.0, 50.0, 1.0, 101.0]),
-        probability_runs=np.array([0.6, 1.0, 1.0, 0.5]),
-    )
-    assert planning._hopeful(100.0)(table).tolist() == [1, 0]
-
-
 def _hardware():
     from redline.estimator import find_hardware
 
@@ -195,30 +182,9 @@ def test_the_suggested_remedy_fits(large):
         plan(large, devices=1, memory_limit_mib=need - 1, **asked)
 
 
-@pytest.mark.parametrize("devices", tiered([2], [1, 8]))
-def test_the_remedy_search_includes_the_smallest_configuration(large, devices):
-    space, _ = training_space(large, planning._device(_hardware()), devices)
-    part = smallest(space)
-    assert 10 * len(part) < len(space)
-    measure = estimator(large, devices)
-    whole, least = (measure.table(list(each)).fullest_memory_mib.min() for each in (space, part))
-    assert least == pytest.approx(whole)
-
-
 def test_an_insufficient_number_of_devices_is_reported(tiny):
     with pytest.raises(NothingFound, match=r"64 devices like these would not be enough; what would fit: 1 device with"):
         plan(tiny, devices=1, hardware=H100, memory_limit_mib=3)
-
-
-def test_the_command_line_ends_with_3_where_nothing_fits(tmp_path):
-    program = (
-        "import click\nfrom redline.errors import NothingFound\nfrom redline.cli import main as cli\n"
-        "from redline.cli.main import redline\n"
-        "def fails(*args, **options):\n    raise NothingFound('none fits')\n"
-        "redline.main = fails\ncli(['train'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (3, "redline: none fits\n")
 
 
 def test_a_global_batch_that_the_devices_cannot_share_and_a_knob_that_is_not_there_are_refused(tiny):
@@ -334,24 +300,6 @@ def test_a_fallback_is_the_fastest_of_what_needs_clearly_less(tiny):
     assert taken.estimate.throughput == pytest.approx(table.throughput[less].max(), rel=2e-3)
     share = 100 * taken.estimate.throughput / begin.estimate.throughput
     assert f"MiB instead of {begin.estimate.peak_memory_mib:,.0f} MiB, at {share:.0f} % of its speed" in taken.why
-
-
-def test_configurations_that_need_as_much_are_no_fallback(tiny, monkeypatch):
-    """The estimate is ignored for a configuration that is known to need as much."""
-    failed = Config({**plan(tiny, devices=1, like=LIKE, hardware=H100).config})
-    monkeypatch.setattr(planning, "CLEARLY_LESS", 10.0)
-    taken = safer(tiny, failed, devices=1, hardware=H100)
-    assert taken.config != failed
-    same = {name: value for name, value in failed.items() if name not in ("micro_batch", "grad_accum")}
-    worse = all(taken.config.get(name) == value for name, value in same.items())
-    assert not (worse and taken.config["micro_batch"] >= failed["micro_batch"])
-
-
-def test_a_refined_configuration_has_fallbacks_too(tiny):
-    refined = Config({**LIKE, "strategy": "0:ckpt 1-5:-", "dp": 2})
-    taken = safer(tiny, refined, devices=2, hardware=H100)
-    before = estimator(with_samples_of(tiny, refined), 2)(refined)
-    assert taken.estimate.peak_memory_mib <= CLEARLY_LESS * before.peak_memory_mib
 
 
 PROGRAM = """

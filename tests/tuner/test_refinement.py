@@ -112,59 +112,6 @@ def test_no_refinement_is_tried_without_an_expected_gain():
     assert listener.messages == [], "the refiner gives the reason"
 
 
-def test_without_a_success_there_is_nothing_to_refine():
-    folder = Memory([])
-    search = Search(run_folder=folder, sampler=None, runner=None, budget=Budget(trials=1))
-    search.refine(lambda trials: pytest.fail("asked"))
-    assert folder.trials() == []
-
-
-def test_a_known_refinement_is_not_tried_again():
-    folder = Memory([60.0, 100.0])
-    runner = Measures(folder, Measurement(status=Status.OK, throughput=110.0))
-    for _ in range(2):
-        search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1))
-        search.refine(lambda trials: Refinement(config=Config(strategy="0:ckpt")))
-    assert len(folder.trials()) == 3 and runner.order == [2]
-
-
-def test_a_uniform_refinement_is_tried_only_if_it_was_not_measured():
-    setup = TrainingSetup(devices=1, seq_len=1024, global_batch=8, precision="bf16")
-    estimator = Estimator(Shape(layers=24, hidden=1024, heads=16, vocabulary=50000), "a100-80gb", setup)
-    space = Space()
-    space.choice("micro_batch", [8])
-    space.choice("checkpoint_ratio", [0.0, 0.5, 1.0])
-    none, half, _ = space
-
-    def measured(number, config, throughput):
-        return Trial(number=number, config=config, measurement=Measurement(status=Status.OK, throughput=throughput))
-
-    messages = []
-    refined = refiner(estimator, space, 0.05, messages.append)
-    # Such a device needs no recomputation, whatever the measurements are.
-    winner = measured(0, half, estimator(half).throughput)
-    found = refined([winner])
-    assert found.config == {"micro_batch": 8, "strategy": "0-23:-"}
-    assert found.predicted_throughput > winner.measurement.throughput
-    slower = measured(1, none, 0.9 * winner.measurement.throughput)
-    assert messages == []
-    assert refined([winner, slower]) is None
-    assert messages == ["the winner is not refined layer by layer: no gain is expected"]
-    assert refined([replace(winner, sampler=REFINEMENT)]) is None and len(messages) == 1
-
-
-def test_predictions_are_calibrated_without_the_load_of_other_processes(monkeypatch):
-    setup = TrainingSetup(devices=1, seq_len=1024, global_batch=8, precision="bf16")
-    estimator = Estimator(Shape(layers=2, hidden=1024, heads=16, vocabulary=50000), "a100-80gb", setup)
-    space = Space()
-    space.choice("checkpoint_ratio", [0.0, 1.0])
-    seen = []
-    monkeypatch.setattr(Estimator, "calibrate", lambda self, trials: seen.extend(trials) or self)
-    slowed = Measurement(status=Status.OK, throughput=50.0, step_ms=20.0, machine_speed=0.5)
-    refiner(estimator, space, 0.05, lambda message: None)([Trial(number=0, config=space.at(0), measurement=slowed)])
-    assert [(each.throughput, each.measured.step_ms) for each in seen] == [(100.0, 10.0)]
-
-
 @pytest.mark.parametrize(("known", "reason"), [(False, "there is no estimate"), (True, "cannot be traced")])
 def test_without_predictions_the_winner_is_not_refined_with_a_reason(known, reason):
     class Untraceable:
@@ -263,3 +210,28 @@ def test_on_this_cpu_a_refined_winner_is_tried_within_the_limit_and_wins_if_it_i
     assert len(View(out, make_config=Config).trials()) == 3
     best = yaml.safe_load((out / "best.yaml").read_text())
     assert best["best"]["configuration"] == dict(result.best.config)
+
+
+def test_a_uniform_refinement_is_tried_only_if_it_was_not_measured():
+    setup = TrainingSetup(devices=1, seq_len=1024, global_batch=8, precision="bf16")
+    estimator = Estimator(Shape(layers=24, hidden=1024, heads=16, vocabulary=50000), "a100-80gb", setup)
+    space = Space()
+    space.choice("micro_batch", [8])
+    space.choice("checkpoint_ratio", [0.0, 0.5, 1.0])
+    none, half, _ = space
+
+    def measured(number, config, throughput):
+        return Trial(number=number, config=config, measurement=Measurement(status=Status.OK, throughput=throughput))
+
+    messages = []
+    refined = refiner(estimator, space, 0.05, messages.append)
+    # Such a device needs no recomputation, whatever the measurements are.
+    winner = measured(0, half, estimator(half).throughput)
+    found = refined([winner])
+    assert found.config == {"micro_batch": 8, "strategy": "0-23:-"}
+    assert found.predicted_throughput > winner.measurement.throughput
+    slower = measured(1, none, 0.9 * winner.measurement.throughput)
+    assert messages == []
+    assert refined([winner, slower]) is None
+    assert messages == ["the winner is not refined layer by layer: no gain is expected"]
+    assert refined([replace(winner, sampler=REFINEMENT)]) is None and len(messages) == 1

@@ -2,38 +2,21 @@
 
 import re
 from dataclasses import fields
-from inspect import signature
 
 import pytest
 import redline as rl
-from redline.base.errors import SpaceError, StudyError, UsageError, WorkloadError
+from redline.base.errors import SpaceError, StudyError, WorkloadError
 from redline.base.option import options_of
 from redline.cli.main import main, redline
 from redline.frameworks.launch import LAUNCHES
 from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
 from redline.runners.registry import RUNNERS
-from redline.tuner.request import SEARCH_RUNNERS, SECTIONS, Request, in_python
+from redline.tuner.request import SEARCH_RUNNERS, Request, in_python
 from redline.tuner.samplers import sampler_names
 from redline.tuner.trackers import TRACKERS
 
 PYTHON_ONLY = {"begin_with", "direction", "prior", "isolate", "listener"}
-
-
-def test_the_sections_are_the_request_in_the_order_of_its_constructor():
-    assert [each.name for section in SECTIONS for each in fields(section)] == [each.name for each in fields(Request)]
-    assert sorted(signature(rl.tune).parameters) == sorted(each.name for each in fields(Request))
-    by_place = [name for name, each in signature(rl.tune).parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    assert by_place == ["target", "space"]
-
-
-def test_every_field_is_documented_once():
-    documented = re.findall(
-        r"^    (\w+): ", rl.tune.__doc__.partition("\nArgs:\n")[2].partition("\nReturns:")[0], re.MULTILINE
-    )
-    assert sorted(documented) == sorted(each.name for each in fields(Request)) and len(set(documented)) == len(
-        documented
-    )
 
 
 def test_the_command_line_has_every_field_but_those_for_python_alone():
@@ -67,41 +50,6 @@ def test_the_help_of_an_option_names_all_that_it_takes(command, option, names):
     (help_of,) = (each.help for each in redline.get_command(None, command).params if each.name == option)
     assert len(list(names)) > 1
     assert [name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", help_of)] == []
-
-
-def test_given_lists_the_values_that_differ_from_defaults():
-    asked = Request("gpt2-tiny", trial_timeout="5m", concurrency=2, memory_limit=None)
-    assert asked.given("trial_timeout", "concurrency", "memory_limit", "ray_address") == {"concurrency": 2}
-    assert Request("gpt2-tiny", trial_timeout=None).given("trial_timeout") == {}
-
-
-def test_simulated_trials_have_a_deadline_on_request_only():
-    assert Request("gpt2-tiny").timeout_s == 300.0
-    assert Request("gpt2-tiny", runner="simulate").timeout_s is None
-    assert Request("gpt2-tiny", runner="simulate", trial_timeout="2m").timeout_s == 120.0
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"trials": 0}, "trials must be a whole number of at least 1"),
-        ({"trials": 1.5}, "trials must be a whole number of at least 1, but got 1.5"),
-        ({"device_hours": 0}, "device_hours must be above 0"),
-        ({"patience": -1}, "patience must be a whole number of at least 0"),
-        ({"seed": -1}, "seed must be a whole number of at least 0"),
-        ({"sampler": "bay"}, "did you mean 'bayes'"),
-        ({"time": "soon"}, "such as 90s"),
-        ({"memory_limit": "big"}, "such as 8GiB"),
-        ({"trial_timeout": "-1s"}, "trial timeout must be more than 0"),
-        ({"measure_time": 0}, "measure time must be more than 0"),
-        ({"runner": "rays"}, "did you mean 'ray'"),
-        ({"space": "no_such.yaml"}, "no_such.yaml"),
-        ({"isolate": False}, "isolate=False is for a callable"),
-    ],
-)
-def test_invalid_values_are_refused_before_the_model_is_resolved(options, words):
-    with pytest.raises(UsageError, match=words):
-        Request("no model of this name", **options).check_values()
 
 
 def test_a_knob_that_no_model_has_is_refused_before_a_model_is_built(monkeypatch):
@@ -139,26 +87,6 @@ def test_errors_of_the_function_name_its_arguments_and_those_of_the_command_its_
     with pytest.raises(SystemExit):
         main(["tune", "gpt2", "--out", str(tmp_path / "a"), "--space", str(tmp_path / "none.yaml")])
     assert "none.yaml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "advice"),
-    [
-        (["--from", "b.json"], "--from was removed: write the knobs into --space FILE"),
-        (["gpt2-tiny", "--runner", "simulate"], "simulate was removed: `redline estimate -o plan.yaml` predicts"),
-        (["gpt2-tiny", "--runner", "slurm"], "slurm was removed: start Ray on the hosts of the allocation"),
-        (["--command", "train {tp}", "--launcher", "nemo"], "nemo was removed: use the launcher megatron-bridge"),
-    ],
-)
-def test_what_was_removed_is_refused_with_its_replacement(arguments, advice, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", *arguments])
-    assert ended.value.code == 2 and advice in " ".join(capsys.readouterr().err.split())
-
-
-def test_an_argument_that_was_removed_is_refused_with_its_replacement():
-    with pytest.raises(TypeError, match=r"tune\(\): taken_from was removed: pass the knobs as space"):
-        rl.tune("gpt2", taken_from="ds_config.json")
 
 
 def _one_knob():

@@ -166,52 +166,8 @@ class TestTPE:
         sampler.propose(trials, 3)
         assert (time.process_time() - started) / 3 < 1
 
-    def test_many_skipped_trials_do_not_drown_the_few_that_worked(self):
-        from redline.tuner.samplers.encoding import Encoding
-        from redline.tuner.samplers.observations import observe
-        from redline.tuner.samplers.optuna_samplers import _without_surplus_failures
-
-        space = wide_space()
-        configs = space.sample(100, 0)
-        trials = finished(configs, lambda c: ok(2.0) if c in configs[10:16] else failed(Status.SKIPPED))
-        seen = _without_surplus_failures(observe(Encoding(space), trials))
-        assert seen.ok.sum() == 6
-        assert seen.failed.sum() == 12
-        assert seen.pending.sum() == 82
-
-    @pytest.mark.parametrize(("declare", "tried"), [(wide_space, 100), (conditional_space, 10)])
-    def test_points_it_draws_are_valid_and_new_without_being_moved(self, monkeypatch, declare, tried):
-        from redline.tuner.samplers import optuna_samplers
-
-        asked = []
-        monkeypatch.setattr(
-            optuna_samplers, "ask", lambda *args, ask=optuna_samplers.ask: asked.append(ask(*args)) or asked[-1]
-        )
-        space = declare()
-        trials = finished(space.sample(tried, 1), lambda config: ok(float(int(config.id, 16) % 97 + 1)))
-        moved = 0
-        for seed in range(10):
-            sampler = make_sampler("tpe", space, seed)
-            (config,) = sampler.propose(trials)
-            moved += sampler._encoding.decode(asked[-1]) != config
-        assert moved <= 2
-
 
 class TestGP:
-    def test_the_best_candidate_is_taken_as_it_is(self, monkeypatch):
-        from redline.tuner.samplers import optuna_samplers
-
-        asked = []
-        monkeypatch.setattr(
-            optuna_samplers, "ask", lambda *args, ask=optuna_samplers.ask: asked.append(ask(*args)) or asked[-1]
-        )
-        space = conditional_space()
-        trials = finished(space.sample(10, 1), lambda c: ok(float(c["tp"] + 2 * c["checkpoint"])))
-        for seed in range(3):
-            sampler = make_sampler("gp", space, seed)
-            (config,) = sampler.propose(trials)
-            assert sampler._encoding.decode(asked[-1]) == config
-
     def test_memory_of_successes_warns_of_the_wall(self):
         space = Space()
         space.choice("micro_batch", [1, 2, 4, 8, 16, 32, 64, 128])
@@ -282,29 +238,6 @@ class TestHEBO:
             assert make_sampler("hebo", space, epochs=5).propose(trials) == expected
         finally:
             torch.set_default_dtype(torch.float32)
-
-    def test_the_pareto_front_holds_what_no_other_beats(self):
-        from redline.tuner.samplers.hebo import pareto_front
-
-        values = np.array([[1.0, 5.0], [2.0, 2.0], [2.0, 3.0], [5.0, 1.0], [5.0, 1.0], [6.0, 6.0]])
-        assert sorted(values[pareto_front(values)].tolist()) == [[1.0, 5.0], [2.0, 2.0], [5.0, 1.0]]
-        random = np.random.default_rng(0).random((200, 3))
-        beaten = [(random <= row).all(axis=1).sum() > 1 for row in random]
-        assert sorted(pareto_front(random)) == np.flatnonzero(~np.array(beaten)).tolist()
-
-    def test_the_surrogate_is_told_of_failures(self):
-        from redline.tuner.samplers.encoding import Encoding
-        from redline.tuner.samplers.hebo import _costs
-        from redline.tuner.samplers.observations import observe
-
-        space = wide_space()
-        configs = space.sample(9, 0)
-        speed = dict(zip(configs, [8.0, 16.0, 32.0, 64.0, 128.0]))
-        trials = finished(configs, lambda c: ok(speed[c]) if c in speed else failed(Status.TIMEOUT))
-        cost = _costs(observe(Encoding(space), trials))
-        assert cost.shape == (9,)
-        assert np.allclose(cost[5:], cost[1])  # the lower quartile
-        assert cost[4] < cost[3] < cost[2] < cost[1] < cost[0]
 
 
 def test_learners_find_faster_configurations_than_chance_does():

@@ -8,9 +8,7 @@ from hypothesis import given, strategies as st
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
 from redline.testing.samplers import (
-    boundless_space,
     conditional_space,
-    failed,
     finished,
     ok,
     plausible,
@@ -19,7 +17,7 @@ from redline.testing.samplers import (
     wide_space,
 )
 from redline.tuner.samplers.candidates import remaining
-from redline.tuner.samplers.encoding import ABSENT, MAX_LISTED, Encoding
+from redline.tuner.samplers.encoding import ABSENT, Encoding
 from redline.tuner.samplers.model_based import spread, subsample
 from redline.tuner.samplers.observations import observe
 
@@ -74,29 +72,6 @@ class TestEncoding:
         assert encoding.encode(wider.config(tp=8)) is None
         assert encoding.encode(narrow.config(tp=2)) is None
 
-    def test_distances_are_shares_of_the_range_and_mismatches(self):
-        encoding = Encoding(wide_space())  # 7 and 5 numbers, 3 names, a flag
-        codes = np.array([[0, 0, 0, 0], [6, 0, 0, 0], [3, 2, 0, 0], [0, 0, 2, 1]])
-        assert encoding.distances(codes, codes[0]).tolist() == [0, 1, 1, 2]
-
-    def test_a_knob_that_only_one_configuration_has_is_distance_one(self):
-        encoding = Encoding(conditional_space())
-        codes = np.array([[1, 0, 0, ABSENT], [1, 0, 1, 0], [1, 0, 1, 1]])
-        assert encoding.distances(codes, codes[0]).tolist() == [0, 2, 2]
-        assert encoding.distances(codes, codes[1]).tolist() == [2, 0, 1]
-
-    def test_neighbours_differ_in_one_knob(self):
-        encoding = Encoding(wide_space())
-        code = np.array([2, 1, 0, 1], dtype=np.int32)
-        rows = encoding.neighbours(code)
-        assert len({row.tobytes() for row in rows}) == len(rows) == 6 + 4 + 2 + 1
-        assert ((rows != code).sum(axis=1) == 1).all()
-
-    def test_a_space_too_large_is_not_listed(self):
-        assert vast_space().size > MAX_LISTED
-        assert Encoding(vast_space()).listed is None
-        assert Encoding(boundless_space()).listed is None
-
 
 class TestCandidates:
     @given(st.integers(0, 2**31), st.integers(0, 12), st.data())
@@ -112,53 +87,6 @@ class TestCandidates:
         assert len(candidates) == len(left)
         chosen = candidates.closest(code, rng)
         assert distance[chosen] == pytest.approx(min(distance.values()))
-
-    def test_ties_are_broken_by_the_generator(self):
-        space = wide_space()
-        encoding = Encoding(space)
-        code = np.array([3, 2, 1, 0], dtype=np.int32)
-        tried = finished([encoding.decode(code)], plausible)
-        candidates = remaining(encoding, tried, np.random.default_rng(0), sample=1)
-        picks = {candidates.closest(code, np.random.default_rng(seed)) for seed in range(20)}
-        assert {pick["micro_batch"] for pick in picks} == {4, 16}
-        assert len(picks) == 2
-
-    def test_in_a_vast_space_the_asked_point_is_taken_or_one_beside_it(self):
-        space = vast_space()
-        encoding = Encoding(space)
-        rng = np.random.default_rng(0)
-        code = np.array([3, 4, 5, 6, 7, 8], dtype=np.int32)
-        asked = encoding.decode(code)
-        assert remaining(encoding, [], rng, sample=16).closest(code, rng) == asked
-        beside = remaining(encoding, finished([asked], plausible), rng, sample=16).closest(code, rng)
-        assert sum(beside[name] != asked[name] for name in encoding.names) == 1
-        assert max(abs(beside[name] - asked[name]) for name in encoding.names) == 1
-
-    def test_a_sample_of_a_vast_space_leaves_out_what_was_tried_and_adds_neighbours(self):
-        space = vast_space()
-        encoding = Encoding(space)
-        trials = finished(space.sample(5, 1), plausible)
-        leader = encoding.encode(trials[0].config)
-        candidates = remaining(encoding, trials, np.random.default_rng(2), sample=50, around=leader[None])
-        configs = [candidates.config(i) for i in range(len(candidates))]
-        assert len(set(configs)) == len(configs) > 100
-        assert not set(configs) & {trial.config for trial in trials}
-        assert (encoding.distances(candidates.codes, leader) < 0.07).sum() >= 6
-
-    def test_thinning_keeps_what_is_next_to_the_best(self):
-        space = wide_space()
-        encoding = Encoding(space)
-        trials = finished(space.sample(10, 0), plausible)
-        seen = observe(encoding, trials)
-        rng = np.random.default_rng(0)
-        candidates = remaining(encoding, trials, rng, sample=1)
-        fewer = subsample(candidates, 40, seen, rng)
-        best = seen.codes[np.nanargmax(seen.objective)]
-        nearest = np.sort(encoding.distances(candidates.codes, best))[:10]
-        assert np.allclose(np.sort(encoding.distances(fewer.codes, best))[:10], nearest)
-        assert 30 <= len(fewer) <= 40
-        for i in range(len(fewer)):
-            assert encoding.encode(fewer.config(i)).tolist() == fewer.codes[i].tolist()
 
     def test_the_first_trials_spread(self):
         """They are farther apart than random configurations."""
@@ -179,6 +107,32 @@ class TestCandidates:
 
         assert apart(spread) > 1.3 * apart(lambda candidates, seen, rng: int(rng.integers(len(candidates))))
 
+    def test_in_a_vast_space_the_asked_point_is_taken_or_one_beside_it(self):
+        space = vast_space()
+        encoding = Encoding(space)
+        rng = np.random.default_rng(0)
+        code = np.array([3, 4, 5, 6, 7, 8], dtype=np.int32)
+        asked = encoding.decode(code)
+        assert remaining(encoding, [], rng, sample=16).closest(code, rng) == asked
+        beside = remaining(encoding, finished([asked], plausible), rng, sample=16).closest(code, rng)
+        assert sum(beside[name] != asked[name] for name in encoding.names) == 1
+        assert max(abs(beside[name] - asked[name]) for name in encoding.names) == 1
+
+    def test_thinning_keeps_what_is_next_to_the_best(self):
+        space = wide_space()
+        encoding = Encoding(space)
+        trials = finished(space.sample(10, 0), plausible)
+        seen = observe(encoding, trials)
+        rng = np.random.default_rng(0)
+        candidates = remaining(encoding, trials, rng, sample=1)
+        fewer = subsample(candidates, 40, seen, rng)
+        best = seen.codes[np.nanargmax(seen.objective)]
+        nearest = np.sort(encoding.distances(candidates.codes, best))[:10]
+        assert np.allclose(np.sort(encoding.distances(fewer.codes, best))[:10], nearest)
+        assert 30 <= len(fewer) <= 40
+        for i in range(len(fewer)):
+            assert encoding.encode(fewer.config(i)).tolist() == fewer.codes[i].tolist()
+
 
 class TestObservations:
     def observe(self, *measurements):
@@ -189,27 +143,11 @@ class TestObservations:
         ]
         return observe(Encoding(space), trials)
 
-    def test_throughputs_are_taken_by_their_logarithm(self):
-        seen = self.observe(ok(10.0), failed(Status.OOM), None, ok(1000.0))
-        assert seen.objective[[0, 3]].tolist() == pytest.approx([math.log(10), math.log(1000)])
-        assert np.isnan(seen.objective[[1, 2]]).all()
-        assert seen.ok.tolist() == [True, False, False, True]
-        assert seen.failed.tolist() == [False, True, False, False]
-        assert seen.pending.tolist() == [False, False, True, False]
-
-    def test_with_a_throughput_of_zero_or_less_all_are_taken_as_they_are(self):
-        assert self.observe(ok(0.0), ok(100.0)).objective.tolist() == [0.0, 100.0]
-        assert self.observe(ok(-3.0), ok(4.0), failed(Status.CRASH)).objective[:2].tolist() == [-3.0, 4.0]
-
     @pytest.mark.parametrize("throughput", [None, math.nan, math.inf, -math.inf])
     def test_ok_without_a_number_is_a_failure(self, throughput):
         seen = self.observe(ok(throughput), ok(2.0))
         assert seen.failed.tolist() == [True, False]
         assert seen.objective[1] == pytest.approx(math.log(2))
-
-    @pytest.mark.parametrize("status", [each for each in Status if each is not Status.OK])
-    def test_every_failure_violates(self, status):
-        assert self.observe(failed(status)).violation.tolist() == [1.0]
 
     def test_memory_grades_successes_and_failures(self):
         def oom(peak):
@@ -224,16 +162,6 @@ class TestObservations:
         ]
         violation = self.observe(*measurements).violation
         assert violation.tolist() == pytest.approx([-3, -2, -1, -0.05, 0.25, 1, 3, 1, -1])
-
-    def test_a_failure_is_worth_the_lower_quartile(self):
-        seen = self.observe(*(ok(math.exp(value)) for value in (1.0, 2.0, 3.0, 4.0, 5.0)), failed(Status.OOM))
-        assert seen.poor == pytest.approx(2.0)
-
-    def test_configurations_of_another_space_are_left_out(self):
-        other = Space()
-        other.choice("micro_batch", [3])
-        trials = finished([other.default(), *wide_space().sample(2, 0)], lambda config: ok(1.0))
-        assert len(observe(Encoding(wide_space()), trials).codes) == 2
 
 
 def test_a_configuration_with_other_derived_values_has_no_row():

@@ -109,11 +109,6 @@ def test_a_device_count_at_which_nothing_fits_is_reported():
     assert both.points[1].throughput is not None and not both.points[1].why
 
 
-def test_a_knob_missing_at_some_device_counts_is_reported():
-    found = rl.scale("gpt2-tiny", "1,2", global_batch=8, predict_to=2, **SIMULATED, fix={"tp": 2})
-    assert "tp needs two devices or more" in found.points[0].why and found.points[1].config["tp"] == 2
-
-
 def test_an_interrupt_ends_it_with_what_was_found(tmp_path):
     class Interrupts(contextlib.nullcontext, SearchListener):
         def __init__(self, count):
@@ -205,3 +200,8 @@ def test_two_ranks_are_measured_beside_one(tmp_path):
         "a machine without links to others is not predicted farther"
     )
     assert all(each.throughput > 0 and each.predicted_throughput > 0 for each in found.points)
+
+
+def test_a_knob_missing_at_some_device_counts_is_reported():
+    found = rl.scale("gpt2-tiny", "1,2", global_batch=8, predict_to=2, **SIMULATED, fix={"tp": 2})
+    assert "tp needs two devices or more" in found.points[0].why and found.points[1].config["tp"] == 2

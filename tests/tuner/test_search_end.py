@@ -7,7 +7,7 @@ import redline as rl
 from redline.results import Measurement, Status, Trial, summary
 from redline.results.again import judged
 from redline.space import Config, Space
-from redline.tuner.budget import Budget, device_hours_of
+from redline.tuner.budget import device_hours_of
 
 tune = partial(rl.tune, isolate=False)
 
@@ -163,13 +163,6 @@ def test_contradictory_requests_are_refused_before_files_are_written(options, me
     assert not (tmp_path / "run").exists()
 
 
-def test_limits_that_agree_are_taken():
-    Budget(seconds=60.0, device_hours=0.1).check_against(30.0, 2, 4)
-    Budget(seconds=3600.0, device_hours=4.0).check_against(
-        None, None, 1
-    )  # how many trials run at once is not known yet
-
-
 def again(number, throughputs, peak):
     made = Measurement(status=Status.OK, throughput=throughputs[0], peak_memory_mib=peak, memory_limit_mib=1000.0)
     return judged(Trial(number=number, config=Config({"x": number}), measurement=made), throughputs)
@@ -178,15 +171,3 @@ def again(number, throughputs, peak):
 def test_a_tie_within_noise_goes_to_more_free_memory():
     tight, roomy = again(0, [100.0, 102.0], 990.0), again(1, [99.5, 100.5], 600.0)
     assert summary.best([tight, roomy]).number == 1
-
-
-@pytest.mark.parametrize(
-    "roomy",
-    [
-        again(1, [96.0, 97.0], 600.0),  # slower by more than noise
-        again(1, [90.0, 100.5], 600.0),  # overlaps, but its median is far lower
-        again(1, [99.5, 100.5], 985.0),  # no significant room left
-    ],
-)
-def test_the_faster_wins_without_a_tie_or_more_free_memory(roomy):
-    assert summary.best([again(0, [100.0, 102.0], 990.0), roomy]).number == 0

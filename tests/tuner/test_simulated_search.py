@@ -1,7 +1,6 @@
 """Searches of a simulated cluster, and the initial estimate of a search."""
 
 import csv
-import itertools
 import json
 
 import pytest
@@ -10,10 +9,6 @@ import torch
 import yaml
 from command_line import run
 from redline.estimator import Hardware
-from redline.results import Trial
-from redline.results.again import judged
-from redline.runners import TrialRequest
-from redline.space import Config
 from redline.tuner import predicting
 from torch import nn
 
@@ -54,13 +49,6 @@ def test_a_whole_search_runs_on_predictions(finished):
         assert row["throughput"] != row["predicted_throughput"]
 
 
-def test_the_devices_of_a_host_and_the_models_sizes_are_kept_for_exports(finished):
-    _, out = finished
-    asked = yaml.safe_load((out / "run.yaml").read_text())["asked"]
-    assert (asked["devices"]["used"], asked["devices"]["per_host"]) == (256, 8)
-    assert (asked["shape"]["family"], asked["shape"]["layers"], asked["shape"]["hidden"]) == ("gpt2", 6, 64)
-
-
 def test_simulated_results_are_marked_everywhere(finished, capsys, tmp_path):
     _, out = finished
     assert yaml.safe_load((out / "run.yaml").read_text())["asked"]["simulated"] is True
@@ -82,33 +70,6 @@ def test_the_same_seed_finds_the_same(finished, tmp_path):
     assert again.best.throughput == pytest.approx(first.best.throughput)
 
 
-def test_trial_times_share_one_clock_after_resuming(tmp_path):
-    asked = {"runner": "simulate", "hardware": "a100-40gb", "devices": 256, "patience": 0, "out": tmp_path / "run"}
-    rl.tune("gpt2-tiny", trials=3, **asked, **NARROW)
-    rl.tune("gpt2-tiny", trials=8, resume=True, concurrency=2, **asked, **NARROW)
-    rows = [row for row in csv.DictReader((tmp_path / "run" / "trials.csv").open()) if row["started"]]
-    spans = [(float(row["started"]), float(row["started"]) + float(row["seconds_total"])) for row in rows]
-    assert len(spans) == 8
-    (first, then) = spans[:3], spans[3:]
-    rounded = 2e-3  # three times, each to a millisecond
-    for (_, end), (begin, _) in itertools.pairwise(first):
-        assert begin == pytest.approx(end, abs=rounded)
-    assert min(begin for begin, _ in then) == pytest.approx(first[-1][1], abs=rounded)
-    at_once = [sum(begin <= now + rounded < end for begin, end in then) for now, _ in then]
-    assert max(at_once) == 2
-
-
-def test_the_noise_of_a_resumed_search_continues():
-    estimator = rl.Estimator("gpt2-tiny", "a100-40gb", {"devices": 8, "global_batch": 64})
-    request = TrialRequest(config=Config(micro_batch=4), number=0)
-    runner = predicting.simulator(estimator, [], None, devices=8)
-    first, second, third = (runner.run(request) for _ in range(3))
-    trial = Trial(number=0, config=request.config, measurement=first)
-    for found, expected in ((trial, second), (judged(trial, [second.throughput]), third)):
-        resumed = predicting.simulator(estimator, [found], None, devices=8)
-        assert resumed.run(request).throughput == expected.throughput != first.throughput
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,13 +84,6 @@ def test_bad_input_is_refused(tmp_path, arguments, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gpus_are_not_assumed_for_trials_on_a_cpu():
-    with pytest.raises(
-        rl.UsageError, match="names GPUs, but this machine has none to run trials on: `redline estimate`"
-    ):
-        rl.tune("gpt2-tiny", trials=1, hardware="h100")
-
-
 def test_a_callable_cannot_be_simulated():
     space = rl.Space()
     space.choice("x", [1, 2])
@@ -137,12 +91,6 @@ def test_a_callable_cannot_be_simulated():
         rl.tune(lambda config: 1.0, space, runner="simulate", hardware="h100")
     with pytest.raises(rl.UsageError, match="hardware is for a workload"):
         rl.tune(lambda config: 1.0, space, hardware="h100")
-
-
-def test_a_simulated_run_is_not_resumed_by_a_real_one(finished, capsys):
-    _, out = finished
-    code, _, err = run(capsys, "tune", "gpt2-tiny", "--runner", "local", "--out", out, "--resume")
-    assert code == 2 and "simulated: was true, now not given" in err
 
 
 class Reads(nn.Module):
@@ -228,3 +176,10 @@ def test_a_real_search_begins_with_predictions_and_ends_with_mfu(tmp_path):
     assert float(row["predicted_throughput"]) > 0 and float(row["predicted_memory_mib"]) > 0
     assert float(row["mfu"]) == pytest.approx(float(row["tflops_per_device"]) / 0.1, rel=1e-3)
     assert json.loads(json.dumps(result.to_dict()))
+
+
+def test_gpus_are_not_assumed_for_trials_on_a_cpu():
+    with pytest.raises(
+        rl.UsageError, match="names GPUs, but this machine has none to run trials on: `redline estimate`"
+    ):
+        rl.tune("gpt2-tiny", trials=1, hardware="h100")

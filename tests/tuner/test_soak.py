@@ -7,12 +7,10 @@ from types import SimpleNamespace
 import pytest
 import redline as rl
 import yaml
-from redline.base.device import Device
 from redline.base.errors import UsageError
 from redline.results import Measurement, Status, Trial
 from redline.results.again import judged
-from redline.runners import Runner, TrialTerms
-from redline.runners.dispatch import DryRuns
+from redline.runners import Runner
 from redline.runners.soak import SLACK, SoakPlan
 from redline.space import Config
 from redline.tuner.budget import Budget, Stopwatch
@@ -114,13 +112,6 @@ def tuned(tmp_path):
         return found, rows, out
 
     return tune
-
-
-@pytest.mark.slow
-def test_memory_that_runs_out_on_varied_lengths_is_not_found_without_a_soak(tuned):
-    found, rows, _ = tuned("hoarder", memory_limit="120MiB")
-    assert found.winner.config["micro_batch"] == 16
-    assert {row["status"] for row in rows.values()} == {"ok"}
 
 
 def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak(tuned):
@@ -243,28 +234,6 @@ def test_a_soak_is_given_the_time_its_steps_may_take():
     assert runner.requests[0].timeout_s is None
 
 
-def test_a_soak_is_given_the_time_that_compiling_other_lengths_may_take():
-    folder = Memory([5.0])
-    folder._trials[0] = replace(
-        folder._trials[0], measurement=replace(folder._trials[0].measured, seconds_compile=40.0)
-    )
-    _, runner, _ = soaked(folder, holding={0}, trial_timeout_s=60.0)
-    (request,) = runner.requests
-    workload = rl.workload("gpt2-tiny", seq_len=32)
-    terms = TrialTerms(device=Device(type="cpu", name="a CPU", count=1, memory_mib=8192))
-    job = DryRuns(workload).job(request, terms)
-    plain = DryRuns(workload).job(replace(request, soak=None), terms)
-    assert job.compile_timeout_s == plain.compile_timeout_s + 8 * 40.0
-    assert job.timeout_s == plain.timeout_s == request.timeout_s
-
-
-def test_without_time_the_soak_is_skipped_with_a_note():
-    watch = Stopwatch(1e-9)
-    folder, runner, messages = soaked([5.0], holding=(), seconds=1.0, watch=watch)
-    assert runner.requests == [] and folder.trials()[0].ok
-    assert messages == ["the time was up before the leader, trial 0, was soaked"]
-
-
 def test_trials_end_in_time_for_the_soak():
     class Folder(Memory):
         def pending(self):
@@ -287,3 +256,10 @@ def test_trials_end_in_time_for_the_soak():
 
     assert ended(None) == "every valid configuration was tried"
     assert ended(SoakPlan()) == "the rest of the 300 s is not enough for another trial"
+
+
+def test_without_time_the_soak_is_skipped_with_a_note():
+    watch = Stopwatch(1e-9)
+    folder, runner, messages = soaked([5.0], holding=(), seconds=1.0, watch=watch)
+    assert runner.requests == [] and folder.trials()[0].ok
+    assert messages == ["the time was up before the leader, trial 0, was soaked"]

@@ -135,19 +135,6 @@ def test_a_refinement_is_tried_only_where_the_leaders_can_be_measured_after_it(t
     assert none.taken <= 1000.0
 
 
-def test_a_canary_is_not_run_beyond_the_time(tmp_path):
-    made = Searched(tmp_path, 100.0, lambda count: [10.0, 200.0][min(count, 1)], load=lambda count: float(count))
-    assert made.tried == 2
-    assert made.taken == 210.0
-
-
-def test_the_canary_does_not_wait_for_settled_clocks_as_its_first_measurement_did_not(tmp_path):
-    made = Searched(tmp_path, None, lambda count: 10.0, load=lambda count: count / 2, trials=2)
-    # Two trials and the canary; then the two in turns, at settled clocks.
-    assert [number for _, number in made.runner.begun[:3]] == [0, 1, 0]
-    assert made.runner.settled[:3] == [False] * 3 and made.again and all(made.runner.settled[3:])
-
-
 def test_without_a_limit_nothing_is_kept_back(tmp_path):
     made = Searched(tmp_path, None, lambda count: 1e6, trials=3)
     assert made.tried == 3

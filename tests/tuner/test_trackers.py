@@ -12,7 +12,7 @@ from redline.results import Measurement, Status, Trial
 from redline.tuner.listener import SearchListener, SearchPlan
 from redline.tuner.result import make_result
 from redline.tuner.trackers import TRACKERS, logging_to
-from redline.tuner.trackers.listeners import SearchTracking, numbers_of_trial, plain
+from redline.tuner.trackers.listeners import SearchTracking
 from redline.tuner.trackers.tracker import Tracker
 
 
@@ -33,10 +33,6 @@ def tuned(tmp_path, name):
     result = rl.tune(train, space(), trials=8, sampler="grid", out=tmp_path / "run", log_to=name, isolate=False)
     assert result.best.throughput == 800.0 and result.notes == ()
     return result, tmp_path / "run"
-
-
-def test_a_knobs_value_none_is_logged_as_text():
-    assert plain({"note": None, "fusion": True, "shape": (1, 2)}) == {"note": "None", "fusion": True, "shape": "(1, 2)"}
 
 
 def test_tensorboard_holds_every_trial(tmp_path):
@@ -186,10 +182,6 @@ def test_the_best_so_far_of_a_resumed_run_begins_with_its_earlier_trials(tmp_pat
     tracking.on_trial_end(a_trial())
     assert tracker.calls[1] == ("trial", 0, {"micro_batch": 1}, "ok")
     assert tracker.calls[2][2]["trial/throughput"] == 2.0 and tracker.calls[2][2]["best_so_far"] == 9.0
-
-
-def test_numbers_without_a_value_are_left_out():
-    assert numbers_of_trial(a_trial()) == {"throughput": 2.0, "step_ms": 3.0, "predicted_throughput": 4.0}
 
 
 def test_the_user_s_listener_hears_everything(tmp_path):

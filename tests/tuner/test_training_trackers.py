@@ -9,16 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from redline.base.errors import MissingDependency, UsageError
 from redline.results.trained import LOG
 from redline.space import Config
-from redline.tuner.trackers import TRACKERS, logging_training_to
-from redline.tuner.trackers.listeners import RUNS, TrainTracking, numbers_of_line
+from redline.tuner.trackers import logging_training_to
+from redline.tuner.trackers.listeners import RUNS, TrainTracking
 from redline.tuner.trackers.tracker import Tracker
 from redline.tuner.train.chosen import TrainingStrategy
-from redline.tuner.train.driver import train
 from redline.tuner.train.listener import TrainingStart, TrainListener
-from redline.tuner.train.request import TrainRequest
 from tiers import tiered
 
 
@@ -233,18 +230,6 @@ def tracked(tmp_path, failing=""):
     return tracker, TrainTracking([tracker], user), problems
 
 
-@pytest.mark.parametrize("failing", ["start", "configure", "log", "event", "end"])
-def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
-    tracker, tracking, problems = tracked(tmp_path, failing)
-    tracking.on_start(training_start(tmp_path))
-    for line in FIRST + SECOND:
-        tracking.on_line(line)
-    tracking.close()
-    tracking.close()
-    assert problems == ["logging to json has stopped, because it failed: no space left"]
-    assert tracker.calls[-1][0] == failing
-
-
 def test_ranks_that_begin_again_repeat_nothing(tmp_path):
     tracker, tracking, _ = tracked(tmp_path)
     tracking.on_start(training_start(tmp_path))
@@ -264,28 +249,3 @@ def test_a_change_of_configuration_is_logged_in_the_same_run(tmp_path):
     tracking.on_start(training_start(tmp_path, step=0, zero=3))
     assert tracker.calls == [("start", None), ("configure", 0), ("event", 0, "out of memory"), ("configure", 3)]
     assert problems == ["before it starts", "out of memory"]
-
-
-def test_numbers_without_a_value_are_left_out():
-    assert numbers_of_line(step_line(3, 2.0)) == {"train/loss": 2.0, "train/lr": 0.1}
-    assert numbers_of_line({"kind": "end", "step": 3}) == {}
-
-
-def test_an_unknown_tracker_is_named_before_anything_is_written(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UsageError, match="unknown tracker 'wandbb'; did you mean 'wandb'"):
-        train(
-            TrainRequest("llama-tiny", out=tmp_path / "x", log_to="wandbb", paths=(str(tmp_path / "a.txt"),), steps=1)
-        )
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
-
-
-@pytest.mark.parametrize("name", TRACKERS)
-def test_a_missing_package_is_named_before_anything_is_written(name, monkeypatch, tmp_path):
-    for module in [each for each in sys.modules if each.partition(".")[0] == name]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, name, None)
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(MissingDependency, match=f"--log-to {name} needs .*: pip install {name}"):
-        train(TrainRequest("llama-tiny", out=tmp_path / "x", log_to=[name], paths=(str(tmp_path / "a.txt"),), steps=1))
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

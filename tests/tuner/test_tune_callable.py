@@ -45,29 +45,6 @@ def test_the_best_configuration_is_found_and_beats_the_default():
     assert result.gain == pytest.approx(speed(BEST) / speed(result.default.config))
 
 
-def test_the_first_trial_is_the_default_configuration():
-    result = tune(speed, make_space(), trials=3, sampler="random")
-    assert result.all_trials[0].sampler == "default"
-    assert result.all_trials[0].config == make_space().default()
-    assert result.all_trials[1].sampler == "random"
-
-
-def test_trials_has_the_columns_of_the_csv(tmp_path):
-    result = tune(speed, make_space(), trials=5, sampler="random", out=tmp_path / "run")
-    header = (tmp_path / "run" / "trials.csv").read_text().splitlines()[0]
-    assert list(result.trials.columns) == header.split(",")
-    assert list(result.trials["trial"]) == [0, 1, 2, 3, 4]
-
-
-def test_a_run_without_out_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.chdir(tmp_path)
-    result = tune(speed, make_space(), trials=3)
-    assert result.folder is None
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_nothing_feasible_has_a_reason():
     def fn(config):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
@@ -131,13 +108,6 @@ def test_the_same_seed_gives_the_same_trials():
     assert configs[0] == configs[1] != configs[2]
 
 
-def test_override_and_fix_narrow_the_space():
-    result = tune(
-        speed, make_space(), trials=50, override={"micro_batch": [2, 4]}, fix={"fusion": True}, sampler="random"
-    )
-    assert {(t.config["micro_batch"], t.config["fusion"]) for t in result.all_trials} == {(2, True), (4, True)}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -167,15 +137,6 @@ def test_the_hosts_that_a_runner_finds_are_kept_for_exports(tmp_path, monkeypatc
     monkeypatch.setattr(FunctionRunner, "per_host", 4)
     tune(speed, make_space(), trials=1, out=tmp_path / "run")
     assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]["devices"]["per_host"] == 4
-
-
-def test_a_default_of_nothing_has_a_winner_and_no_gain(tmp_path):
-    space = rl.Space()
-    space.choice("n", [0, 1, 2])
-    found = tune(lambda config: config["n"], space, trials=3, out=tmp_path / "run")
-    assert found.default.throughput == 0
-    assert found.best.throughput > 0 and found.gain is None
-    assert "gain" not in repr(found)
 
 
 def test_a_smaller_number_is_better_with_direction_min(tmp_path):
@@ -221,3 +182,12 @@ def test_a_search_refines_a_logarithmic_range_of_floats():
     space.flag("fusion")
     result = tune(lambda c: 10 - abs(math.log(c["lr_scale"] / 3e-3)) + c["fusion"], space, trials=14, patience=0)
     assert 2e-3 < result.best.config["lr_scale"] < 4.5e-3 and result.best.config["fusion"]
+
+
+def test_a_default_of_nothing_has_a_winner_and_no_gain(tmp_path):
+    space = rl.Space()
+    space.choice("n", [0, 1, 2])
+    found = tune(lambda config: config["n"], space, trials=3, out=tmp_path / "run")
+    assert found.default.throughput == 0
+    assert found.best.throughput > 0 and found.gain is None
+    assert "gain" not in repr(found)

@@ -6,10 +6,9 @@ from functools import cache
 import numpy as np
 import pytest
 import redline as rl
-import yaml
-from redline.results import Measurement, Status, Trial, View
+from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
-from redline.tuner.history import EarlierRun, read_runs
+from redline.tuner.history import EarlierRun
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.judge import Judge
 from redline.tuner.warm_start import ELSEWHERE, WarmStart, take
@@ -73,10 +72,6 @@ def rank_correlation(a, b):
     return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
 
 
-def logs(prior, configs):
-    return np.log([prior(config).throughput for config in configs])
-
-
 # -- transfer ------------------------------------------------------------------------------------------------
 
 
@@ -85,13 +80,6 @@ def test_knobs_that_paid_before_are_expected_to_pay():
     warm = warm_start(space, earlier(space))
     expected = [warm(config).throughput for config in space]
     assert rank_correlation(expected, [speed(config) for config in space]) > 0.9
-
-
-def test_the_level_of_an_earlier_run_says_nothing():
-    space = make_space()
-    slow, fast = (warm_start(space, earlier(space, factor=f)) for f in (1.0, 1000.0))
-    for config in space.sample(10, 1):
-        assert slow(config).throughput == pytest.approx(fast(config).throughput, rel=1e-6)
 
 
 def test_without_an_estimate_no_throughput_is_stated_since_only_ratios_mean_anything():
@@ -118,14 +106,6 @@ def test_the_base_estimate_is_corrected_by_earlier_errors(predicted):
     larger = warm(Config({**config, "micro_batch": 32})).throughput / warm(config).throughput
     assert larger == pytest.approx(2.0, rel=0.1)
     assert warm(config).throughput == pytest.approx(estimate(config), rel=0.6)
-
-
-def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
-    space = make_space()
-    failures = trials_of(space.sample(30, 0), lambda config: None, status=Status.OOM)
-    warm = warm_start(space, [*failures, *earlier(space, count=3)])
-    assert warm(space.default()).fits is None
-    assert warm(space.default()).peak_memory_mib is None
 
 
 # -- weight --------------------------------------------------------------------------------------------------
@@ -171,22 +151,6 @@ def test_what_a_program_trains_is_not_known():
     one, two = ({**HERE, "model": name, "workload": {"callable": name}} for name in ("fn", "gn"))
     run = EarlierRun(name="runs/a", trials=earlier(space), asked=one)
     assert take(run, space, one).weight == 1 and take(run, space, two).weight == ELSEWHERE
-
-
-def test_a_run_that_is_less_alike_moves_less():
-    space = make_space()
-    fully, less = (warm_start(space, earlier(space), asked) for asked in (HERE, H100))
-    configs = space.sample(20, 1)
-    assert np.ptp(logs(fully, configs)) > 1
-    assert logs(less, configs) == pytest.approx(ELSEWHERE * logs(fully, configs))
-
-
-def test_a_run_that_is_more_alike_outweighs_one_that_is_longer():
-    space = make_space()
-    unlike = trials_of(space.sample(80, 1), lambda config: 1 / speed(config))
-    mixed = WarmStart(space, [taken(space, earlier(space, 30)), taken(space, unlike, other(devices={"used": 512}))])
-    configs = list(space)
-    assert rank_correlation(logs(mixed, configs), [speed(each) for each in configs]) > 0.9
 
 
 def found_after(prior, trials, seed, space, truth):
@@ -248,15 +212,6 @@ def test_a_misleading_run_does_not_ruin_a_search(lie, base):
 # -- messages and errors -------------------------------------------------------------------------------------
 
 
-def test_matched_and_unmatched_runs_are_reported():
-    space, there = make_space("fusion"), make_space("kernels")
-    past = trials_of(there.sample(9, 0), speed)
-    past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value that this space lacks
-    line = taken(space, past, H100).summary
-    assert line.startswith("warm start from runs/a: 9 of 10 trials count, of another task; knobs only here: fusion; ")
-    assert "only there: kernels" in line
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -312,47 +267,10 @@ def test_a_search_begins_where_an_earlier_run_ended(tmp_path):
     assert all(trial.predicted_throughput is None for trial in result.all_trials)
 
 
-def test_a_run_on_disk_is_read_also_without_its_ledger(tmp_path):
-    run_of(tmp_path / "a", trials=6)
-    (tmp_path / "a" / "study.log").unlink()
-    (run,) = read_runs([tmp_path / "a"])
-    assert len(run.trials) == 6 and run.name == str(tmp_path / "a")
-    assert len(take(run, make_space(), run.asked).trials) == 6
-
-
-def test_a_run_is_read_without_the_load_of_other_processes(tmp_path, monkeypatch):
-    run_of(tmp_path / "a", trials=2)
-    slowed = Measurement(status=Status.OK, throughput=50.0, step_ms=20.0, machine_speed=0.5)
-    trial = Trial(number=0, config=next(iter(make_space())), measurement=slowed)
-    monkeypatch.setattr(View, "trials", lambda self: [trial])
-    (run,) = read_runs([tmp_path / "a"])
-    assert [(each.throughput, each.measured.step_ms) for each in run.trials] == [(100.0, 10.0)]
-
-
-def test_folders_without_a_readable_request_are_refused(tmp_path):
-    with pytest.raises(rl.UsageError, match=r"warm start: .*contains no run"):
-        read_runs([tmp_path])
-    run_of(tmp_path / "a", trials=2)
-    with pytest.raises(rl.UsageError, match=r"warm start: .*/a is given twice"):
-        read_runs([tmp_path / "a", str(tmp_path / "b" / ".." / "a")])
-    (tmp_path / "a" / "run.yaml").unlink()
-    with pytest.raises(rl.UsageError, match=r"warm start: .*/a has no run.yaml, so the request of its run is unknown"):
-        read_runs([tmp_path / "a"])
-
-
-def test_a_run_does_not_start_from_its_own_folder(tmp_path):
-    run_of(tmp_path / "a", trials=2)
-    before = (tmp_path / "a" / "run.yaml").read_text()
-    with pytest.raises(rl.UsageError, match=r"/a is this run's own folder; resume continues it"):
-        run_of(tmp_path / "a", trials=4, warm_start=tmp_path / "a", resume=True)
-    assert (tmp_path / "a" / "run.yaml").read_text() == before
-
-
-def test_a_refused_warm_start_leaves_no_files(tmp_path):
-    run_of(tmp_path / "a", trials=3)
-    document = yaml.safe_load((tmp_path / "a" / "run.yaml").read_text())
-    document["asked"]["workload"] = {"id": "x", "spec": "gpt2"}
-    (tmp_path / "a" / "run.yaml").write_text(yaml.safe_dump(document))
-    with pytest.raises(rl.UsageError, match="one of them is a callable, the other is not"):
-        run_of(tmp_path / "b", fn=truth, trials=3, warm_start=tmp_path / "a")
-    assert not (tmp_path / "b").exists()
+def test_matched_and_unmatched_runs_are_reported():
+    space, there = make_space("fusion"), make_space("kernels")
+    past = trials_of(there.sample(9, 0), speed)
+    past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value that this space lacks
+    line = taken(space, past, H100).summary
+    assert line.startswith("warm start from runs/a: 9 of 10 trials count, of another task; knobs only here: fusion; ")
+    assert "only there: kernels" in line

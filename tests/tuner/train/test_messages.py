@@ -30,11 +30,6 @@ def test_a_training_without_data_says_that_it_learns_nothing(run, finished):
     assert MADE_UP not in words(run("train", finished.name, "--resume", "--steps", 4))
 
 
-def test_knobs_are_written_as_they_are_asked_for(run):
-    text = words(run(*trained("train", "llama", "knobs", steps=1)))
-    assert " checkpoint_ratio=0 " in text and " fusion=false " in text and "False" not in text
-
-
 def test_a_training_that_is_done_is_neither_planned_nor_started_again(run, finished):
     document, log = (finished / "train.yaml").read_bytes(), lines_of(finished)
     steps = max(curve(finished))
