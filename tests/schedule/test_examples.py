@@ -1,7 +1,6 @@
 """The demonstrations of `examples/` at small sizes, some of them as scripts."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -115,30 +114,3 @@ def test_an_example_is_a_script(name, ranks, message):
     if name == "deepspeed_engine":
         pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     assert message in started(ranks, name)
-
-
-@pytest.mark.exhaustive
-def test_a_whole_transformer_on_two_processes():
-    out = started(2, "transformer_parallel", "--model", "llama", "--sequence-parallel")
-    losses = [line.split("loss ")[1].split()[0] for line in out.splitlines() if "loss " in line]
-    assert len(losses) == 2 and float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
-
-
-@pytest.mark.exhaustive
-def test_the_cost_of_a_schedule_is_measured(tmp_path):
-    figures = tmp_path / "schedule.json"
-    ran(
-        ROOT / "bench" / "schedule.py",
-        "--rounds",
-        3,
-        "--only",
-        "nothing",
-        "--only",
-        "tensor_parallel",
-        "--out",
-        figures,
-    )
-    measured = json.loads(figures.read_text())
-    # 24 blocks, each with six cuts and four exchanges.
-    assert measured["tensor_parallel"]["steps"] > 240 and measured["tensor_parallel"]["seconds"] > 0
-    assert measured["nothing"]["ratio"] > 0

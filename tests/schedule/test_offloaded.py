@@ -101,39 +101,6 @@ def test_gradients_keep_their_room_from_step_to_step():
     assert places[0] == places[1]
 
 
-def test_copies_of_cuda_tensors_are_pinned_and_waited_for_once(monkeypatch):
-    rooms, waits = [], []
-    monkeypatch.setattr(offloaded.torch, "empty_like", lambda tensor, **given: rooms.append(given))
-    offloaded._host_like(SimpleNamespace(device=torch.device("cuda", 1)))
-    offloaded._host_like(torch.ones(1))
-    assert [each["pin_memory"] for each in rooms] == [True, False]
-    monkeypatch.undo()
-
-    model = made()
-    optimizer = OffloadedOptimizer(model.parameters(), adamw)
-    gpu = SimpleNamespace(device=torch.device("cuda", 1))
-    monkeypatch.setattr(offloaded, "local", lambda param: gpu)
-    stream = SimpleNamespace(synchronize=lambda: waits.append("synchronised"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream if device.index == 1 else None)
-    optimizer._wait()
-    assert waits == ["synchronised"]
-
-
-@pytest.mark.parametrize(("ranks", "at_once", "cores", "each"), [(4, 1, 32, 8), (8, 1, 4, 1), (2, 4, 32, 4)])
-def test_ranks_on_gpus_share_the_cores(monkeypatch, ranks, at_once, cores, each):
-    """Ray starts its workers with OMP_NUM_THREADS=1, so one thread would update all offloaded states."""
-    asked = []
-    monkeypatch.setattr(rank, "usable_cores", lambda: cores)
-    monkeypatch.setattr(rank, "share_compile_threads", lambda ranks: None)
-    monkeypatch.setattr(rank, "CudaMemoryMeter", lambda devices: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "set_num_threads", asked.append)
-        rank._prepare_torch(Job(program=b"", ranks=ranks, at_once=at_once, device_type="cuda"), 0)
-        rank._prepare_torch(Job(program=b"", ranks=ranks, device_type="cuda", threads=3), 0)
-    assert asked == [each, 3]
-
-
 def test_fsdp_shards_are_stepped_and_loaded_one_by_one(two):
     def check():
         import torch.distributed as dist
@@ -172,3 +139,36 @@ def test_on_a_gpu_it_steps_as_the_device_would_by_pinned_memory():
     assert all(host.is_pinned() for _, host in optimizer.pairs)
     for expected, found in zip(plain.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_copies_of_cuda_tensors_are_pinned_and_waited_for_once(monkeypatch):
+    rooms, waits = [], []
+    monkeypatch.setattr(offloaded.torch, "empty_like", lambda tensor, **given: rooms.append(given))
+    offloaded._host_like(SimpleNamespace(device=torch.device("cuda", 1)))
+    offloaded._host_like(torch.ones(1))
+    assert [each["pin_memory"] for each in rooms] == [True, False]
+    monkeypatch.undo()
+
+    model = made()
+    optimizer = OffloadedOptimizer(model.parameters(), adamw)
+    gpu = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(offloaded, "local", lambda param: gpu)
+    stream = SimpleNamespace(synchronize=lambda: waits.append("synchronised"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream if device.index == 1 else None)
+    optimizer._wait()
+    assert waits == ["synchronised"]
+
+
+@pytest.mark.parametrize(("ranks", "at_once", "cores", "each"), [(4, 1, 32, 8), (8, 1, 4, 1), (2, 4, 32, 4)])
+def test_ranks_on_gpus_share_the_cores(monkeypatch, ranks, at_once, cores, each):
+    """Ray starts its workers with OMP_NUM_THREADS=1, so one thread would update all offloaded states."""
+    asked = []
+    monkeypatch.setattr(rank, "usable_cores", lambda: cores)
+    monkeypatch.setattr(rank, "share_compile_threads", lambda ranks: None)
+    monkeypatch.setattr(rank, "CudaMemoryMeter", lambda devices: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", asked.append)
+        rank._prepare_torch(Job(program=b"", ranks=ranks, at_once=at_once, device_type="cuda"), 0)
+        rank._prepare_torch(Job(program=b"", ranks=ranks, device_type="cuda", threads=3), 0)
+    assert asked == [each, 3]

@@ -181,13 +181,6 @@ def test_a_window_slides_over_the_whole_sequence(two, axis):
         assert found < ROUNDING
 
 
-@pytest.mark.parametrize(("heads", "keys"), [(4, 1), (4, 2), (12, 6), (12, 3)])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_keys_of_fewer_heads_than_ranks_are_repeated(four, attention, heads, keys):
-    for found in four.run(departure, lambda: llama(attention, heads, keys, hidden_size=8 * heads), plain(), {"sp": 4}):
-        assert found < ROUNDING
-
-
 # Rings
 
 
@@ -402,25 +395,6 @@ def test_they_do_so_beside_each_other_and_where_all_ranks_share_sequences(four, 
         assert found < ROUNDING
 
 
-@pytest.mark.parametrize("sp", [1, 2, 3])
-@pytest.mark.parametrize("cp", [1, 2, 3])
-def test_pieces_make_a_whole_and_a_piece_of_a_piece_is_one_of_more_ranks(sp, cp):
-    tokens = torch.arange(144).view(2, 72)
-    among = [SequenceShards(sp=sp, cp=cp, rank=rank) for rank in range(sp * cp)]
-    pieces = [each.piece(tokens, 1) for each in among]
-    assert among[0].whole(torch.cat(pieces, 1), 1).equal(tokens)
-    for outer, more in ((SequenceShards(cp=2, rank=1), {"cp": 2 * cp}), (SequenceShards(cp=3, rank=2), {"cp": 3 * cp})):
-        # Those of a ring that is divided further, then among ranks that exchange heads.
-        for each in among:
-            rank = outer.rank * cp * sp + each.rank
-            assert each.piece(outer.piece(tokens, 1), 1).equal(
-                SequenceShards(sp=sp, rank=rank, **more).piece(tokens, 1)
-            )
-    for rank in range(sp):
-        outer, inner = SequenceShards(sp=2, rank=1), SequenceShards(sp=sp, rank=rank)
-        assert inner.piece(outer.piece(tokens, 1), 1).equal(SequenceShards(sp=2 * sp, rank=sp + rank).piece(tokens, 1))
-
-
 # Refusals
 
 
@@ -540,13 +514,6 @@ def test_what_depends_on_whole_samples_outside_blocks_does_not_prevent_cuts_of_b
         assert sequences.obstacle(model, 2, 1, blocks=True) is None and sequences.obstacle(model, 2, 1)
     assert sequences.obstacle(named("llama4_text"), 2, 1, blocks=True)
     assert sequences.obstacle(named("llama4_text", attn_temperature_tuning=False), 2, 1) is None
-
-
-def test_a_refused_call_changes_nothing():
-    model = llama()
-    with pytest.raises(ScheduleError):
-        cut(model, 3)
-    assert model.config._attn_implementation == "eager" and "forward" not in model.__dict__
 
 
 def test_tokens_that_the_ranks_do_not_divide_are_refused():

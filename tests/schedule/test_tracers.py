@@ -251,14 +251,3 @@ def test_a_pattern_matches_all_spellings_of_an_operation(name, tracer):
     for written in SPELLINGS[name][: 1 if tracer == "dynamo" else None]:
         sch = create_schedule(Spelled(written)).trace(tracer=tracer, examples=x)
         assert [len(sch.find(pattern)) for pattern in SPELLINGS[name]] == [1] * len(SPELLINGS[name])
-
-
-def test_a_pattern_takes_sizes_together_or_one_by_one():
-    x = torch.randn(2, 3, 4)
-    for tracer in ("fx", "export"):
-        sch = create_schedule(Spelled(lambda x: x.permute(0, 2, 1))).trace(tracer=tracer, examples=x)
-        assert sch.find(lambda x, dims: x.permute(dims))[0].inputs[1:] == ((0, 2, 1),)
-        assert sch.find(lambda x, a, b, c: x.permute(a, b, c))[0].inputs[1:] == (0, 2, 1)
-        # A parameter used twice is one value.
-        assert sch.find(lambda x, a, b: x.permute(a, b, a)) == []
-        assert sch.find(lambda x: x.permute(0, 1, 2)) == []
