@@ -82,7 +82,9 @@ class Run:
 class Program:
     name: str
     command: str
-    """With {python}, {programs}, {trial_dir}, {batch}, {accumulate}, {global_batch}, {steps} and the `settings`."""
+    """With {python}, {programs}, {trial_dir}, {assets}, {batch}, {accumulate}, {global_batch}, {steps} and the `settings`."""
+    prepare: str | None = None
+    """A command that writes what the program reads to {assets}."""
     batch: int = 8
     """Micro-batch of a rank."""
     accumulate: int = 1
@@ -133,6 +135,14 @@ class Program:
                 values["global_batch"] = prod(factors)
         return self.command.format(**values)
 
+    def write_assets(self, folder: Path) -> None:
+        """Writes the files that the program reads, for the setting `assets`."""
+        folder.mkdir()
+        if self.prepare is not None:
+            words = shlex.split(self.prepare.format(python=sys.executable, programs=PROGRAMS, assets=folder))
+            done = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, **ENVIRONMENT})
+            assert done.returncode == 0, done.stdout + done.stderr
+
     def run(self, folder: Path, environment: Mapping[str, str] | None = None, **settings: object) -> Run:
         """Runs the command in a new `folder` and returns its output and its clocks.
 
@@ -142,8 +152,9 @@ class Program:
         clocks, trial_dir = folder / "clocks", folder / "trial"
         clocks.mkdir()
         trial_dir.mkdir()
+        self.write_assets(folder / "assets")
         process = subprocess.Popen(
-            shlex.split(self.text(trial_dir=trial_dir, **settings)),
+            shlex.split(self.text(trial_dir=trial_dir, assets=folder / "assets", **settings)),
             cwd=trial_dir,
             env={
                 **os.environ,
@@ -269,6 +280,16 @@ TABLE = (
         slow=True,
     ),
     Program(
+        name="lightning-cli",
+        order=PEAK,
+        command=f"{SCRIPT}lightning_cli.py fit --trainer.default_root_dir {{trial_dir}} --trainer.max_steps {{steps}}"
+        " --trainer.accumulate_grad_batches {accumulate} --data.batch_size {batch}",
+        accumulate=4,
+        activities=EVALUATION,
+        needs=("lightning", "jsonargparse"),
+        slow=True,
+    ),
+    Program(
         # Shards have the faster median step, single samples the larger mean of samples per second.
         name="stalls",
         command=f"{SCRIPT}stalls.py{LOOP} --shard {{shard}}",
@@ -276,7 +297,16 @@ TABLE = (
         settings={"shard": 64},
         order=({"shard": 64}, {"shard": 1}),
     ),
+    Program(name="stalls-worker", command=f"{SCRIPT}stalls.py{LOOP} --shard 64 --workers 1", steps=65, slow=True),
     Program(name="gan", command=f"{SCRIPT}gan.py{LOOP}", losses=3, optimizers=2),
+    Program(
+        name="two-optimizers",
+        order=PEAK,
+        command=f"{SCRIPT}two_optimizers.py{ACCUMULATING}",
+        accumulate=2,
+        optimizers=2,
+        slow=True,
+    ),
     Program(
         name="amp",
         command=f"{SCRIPT}amp.py -b {{batch}} --grad-accum-steps {{accumulate}} --epochs 1 --steps {{steps}}"
@@ -289,6 +319,12 @@ TABLE = (
     Program(name="compiled-step", command=f"{SCRIPT}compiled_step.py{LOOP}", unseen_steps=1, slow=True),
     Program(
         name="compiled-step-and-model", command=f"{SCRIPT}compiled_step.py{LOOP} --model", unseen_steps=1, slow=True
+    ),
+    Program(
+        name="compiled-step-eager",
+        command=f"{SCRIPT}compiled_step.py{LOOP} --model --backend eager",
+        unseen_steps=1,
+        slow=True,
     ),
     Program(name="numpy", order=PEAK, command=f"{SCRIPT}numpy_loop.py{LOOP}", optimizers=0),
     Program(
@@ -344,7 +380,19 @@ TABLE = (
             needs=("deepspeed",),
             slow=True,
         )
-        for stage in (0, 3)
+        for stage in (0, 2, 3)
+    ),
+    Program(
+        name="trl-sft",
+        command="{python} -m trl.cli.main sft --model_name_or_path {assets}/model --trust_remote_code"
+        " --dataset_name {assets}/data --output_dir {trial_dir}/model --use_cpu --bf16 false --report_to none"
+        " --save_strategy no --eval_strategy steps --eval_steps 15 --per_device_eval_batch_size 4"
+        " --per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulate} --max_steps {steps}",
+        prepare="{python} {programs}/trl_assets.py {assets}",
+        accumulate=2,
+        activities=EVALUATION,
+        needs=("trl",),
+        slow=True,
     ),
     Program(
         name="torchtitan",
@@ -354,6 +402,30 @@ TABLE = (
         steps=20,
         ranks=2,
         needs=("torchtitan", "triton"),
+        slow=True,
+    ),
+    Program(
+        # Its training is bounded by tokens: 40 steps of two micro-batches of 8 samples.
+        name="litgpt",
+        command=f"{SCRIPT}litgpt_pretrain.py pretrain pythia-14m --data litgpt_pretrain.Tokens --out_dir {{trial_dir}}/model"
+        " --model_config.name tiny --model_config.n_layer 2 --model_config.n_embd 32 --model_config.n_head 2"
+        " --model_config.block_size 16 --model_config.vocab_size 128 --model_config.padded_vocab_size 128"
+        " --precision 32-true --devices 1 --logger_name csv --eval.interval 15 --eval.max_iters 2"
+        " --optimizer litgpt_pretrain.TimedAdamW --train.lr_warmup_steps 5 --train.max_tokens {tokens}"
+        " --train.micro_batch_size {batch} --train.global_batch_size {global_batch}",
+        accumulate=2,
+        settings={"tokens": 40 * 8 * 2 * 16},
+        losses=1,
+        needs=("litgpt",),
+        slow=True,
+    ),
+    Program(
+        name="megatron",
+        command="{python} -m torch.distributed.run --standalone --nproc-per-node 1 {programs}/megatron_loop.py"
+        f"{ACCUMULATING}",
+        accumulate=2,
+        optimizers=2,
+        needs=("megatron.core",),
         slow=True,
     ),
     *(

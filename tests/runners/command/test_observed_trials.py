@@ -161,6 +161,12 @@ def test_an_out_of_memory_is_known_by_its_type_whatever_is_printed(run, text, re
     assert measured.status is Status.OOM and measured.reason.removeprefix("torch.") == reason
 
 
+def test_an_exception_that_ends_the_training_is_the_reason(run):
+    (measured,) = run("for step in train(2):\n    raise ValueError('expected 10 classes')")
+    assert measured.status is Status.CRASH
+    assert measured.reason == "the command exited with code 1: ValueError: expected 10 classes"
+
+
 def test_a_loss_that_is_not_finite_is_wrong(run):
     text = """
     for step in train(2):
