@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
+import pytest
 import redline
+from redline.base.errors import UsageError
 from redline.results import Measurement, Status, environment
 
 
@@ -48,3 +50,9 @@ def test_every_measurement_is_valid_json():
     text = json.dumps(outcome.to_dict(), allow_nan=False)
     again = Measurement.from_dict(json.loads(text) | {"from_the_future": 1})
     assert (again.throughput, again.devices, again.loss, again.reason) == (1.5, 2, float("-inf"), "nan")
+
+
+def test_a_measurement_takes_its_status_as_a_word():
+    assert Measurement(status="ok").ok and Measurement(status="oom").status is Status.OOM
+    with pytest.raises(UsageError, match="unknown status 'okay'; did you mean 'ok'"):
+        Measurement(status="okay")

@@ -411,3 +411,12 @@ def test_the_hosts_that_a_runner_finds_are_kept_and_keep_no_run_from_going_on(tm
     assert yaml.safe_load((run.path / "run.yaml").read_text())["asked"]["devices"]["per_host"] == 4
     other = {**asked, "devices": {**asked["devices"], "count": 2}}
     assert request.conflicts(run.document["asked"], other) == ["devices.count: was 1, now 2"]
+
+
+def test_a_fork_that_ends_does_not_take_the_lock_along(tmp_path, in_child):
+    lock = FolderLock(tmp_path)
+    in_child(lock.release)
+    with pytest.raises(StudyError, match="in use by process"):
+        FolderLock(tmp_path)
+    lock.release()
+    FolderLock(tmp_path).release()

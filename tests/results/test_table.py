@@ -302,3 +302,11 @@ def test_the_documentation_lists_every_column():
     section = page.partition("## Columns of trials.csv")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert tuple(re.findall(r"`(\w+)`", "".join(rows))) == FIXED
+
+
+def test_bytes_that_are_no_text_are_reported(tmp_path):
+    path = write(tmp_path / "trials.csv", ["name"], trial(0, {"name": "caf"}), trial(1, {"name": "x"}))
+    path.write_bytes(path.read_bytes().replace(b"caf", b"caf\xe9"))
+    frame, problems = read_table(path)
+    assert list(frame["knob.name"]) == ["caf\ufffd", "x"]
+    assert "not UTF-8" in problems[0]

@@ -1,5 +1,6 @@
 """A host agent starts whatever its imports print, read or break, and names the cause when it does not."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -9,12 +10,15 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import psutil
 import pytest
+from redline.base import gpus
 from redline.base.errors import RunnerError
 from redline.results import Status
+from redline.runners import agent as module
 from redline.runners.host import STARTS, HostAgent
 from redline.runners.job import Job
 
@@ -203,3 +207,20 @@ def test_a_module_that_initialises_cuda_is_imported_by_each_trial(agent, tmp_pat
     outcome = made.run(Job(program=cloudpickle.dumps(lambda context: spoils in sys.modules), timeout_s=60))
     assert outcome.status is Status.OK
     assert outcome.ranks[0].report is False
+
+
+def test_an_import_may_ask_for_the_capability_of_a_gpu(tmp_path, monkeypatch):
+    """As torchao does; in a process that initialises CUDA for that, no trial could start."""
+    (tmp_path / "asks.py").write_text(
+        "from torch._dynamo.device_interface import CudaInterface\n"
+        "capability = CudaInterface.Worker.get_device_properties().major\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [gpus.Gpu(name="0", model="NVIDIA H200", memory_mib=143771, capability=(9, 0))]
+    monkeypatch.setattr(gpus, "find_gpus", lambda: found)
+    call = SimpleNamespace(done=lambda name: pytest.fail(f"{name} initialised CUDA"))
+    try:
+        module._import(call, ("asks",))
+    finally:
+        gc.unfreeze()
+    assert sys.modules.pop("asks").capability == 9

@@ -2,17 +2,23 @@
 
 from types import SimpleNamespace
 
+import cloudpickle
 import pynvml
 import pytest
+import redline
 import torch
 from redline.base import gpus
+from redline.base.device import Device
 from redline.base.gpus import GpuUse, gpu_use
 from redline.estimator import Estimator, TrainingSetup
 from redline.results import Measurement, RankReport, Status, Trial
 from redline.runners import memory
+from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
 from redline.runners.load import GpuWatch
 from redline.runners.memory import MIB, CudaMemoryMeter, GpuMemory, wait_for_room
 from redline.runners.rank import RankContext
+from redline.runners.runner import TrialRequest
+from redline.runners.work import TrialTerms
 from redline.space import Config
 from redline.tuner import search_setup
 
@@ -206,3 +212,17 @@ def test_clock_and_power_are_read_beside_the_steps_that_count(nvml, monkeypatch)
     watch.restart()
     step()
     assert (watch.clock_mhz, watch.power_w) == (1500, None)
+
+
+def test_likely_winners_are_measured_at_settled_clocks():
+    workload = redline.workload("gpt2-tiny")
+    plans = {}
+    for device in (Device(type=each, name="", count=1, memory_mib=80_000) for each in ("cuda", "cpu")):
+        for sustained in (False, True):
+            asked = TrialRequest(config=Config({"micro_batch": 8}), number=1, sustained=sustained)
+            job = DryRuns(workload).job(asked, TrialTerms(device=device))
+            plans[device.type, sustained] = cloudpickle.loads(job.program).plan.settle_seconds
+            assert TrialRequest.from_dict(asked.to_dict()).sustained is sustained
+    assert plans == {("cuda", True): SETTLE_S, ("cuda", False): 0, ("cpu", True): 0, ("cpu", False): 0}
+    report = SimpleNamespace(clock_mhz=1755.0, power_w=690.0, seconds_settle=11.6)
+    assert _at_settled_clocks(report) == "measured at 1,755 MHz and 690 W after 12 s for clocks to settle"

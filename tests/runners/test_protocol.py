@@ -16,6 +16,7 @@ from redline.runners.protocol import (
     RemoteError,
     RemoteTraceback,
     keep_alive,
+    receive_call,
     serve,
 )
 
@@ -191,3 +192,18 @@ def test_an_invalid_message_of_an_untrusted_peer_loses_it(message):
         call.result(30)
     assert caller.lost and not call.replied
     caller.close()
+
+
+def test_calls_can_be_received_one_by_one_without_a_thread():
+    here, there = Pipe()
+    threads = threading.active_count()
+    caller, channel = Caller(here, str), Channel(there)
+    call = caller.begin("double", 21)
+    received = receive_call(channel)
+    assert (received.method, received.arguments) == ("double", (21,))
+    received.reply(lambda one: 2 * one.arguments[0])
+    assert call.result(30) == 42 and threading.active_count() == threads
+    caller.close()
+    with pytest.raises(EOFError):
+        receive_call(channel)
+    received.done("nobody waits")

@@ -179,3 +179,8 @@ def test_a_delay_that_passes_from_rank_to_rank_counts_once():
     clock.read = read
     timing = measure(clock.step, clock, TimingPlan(seconds=1e9, max_steps=40), agree=agree, mean=mean)
     assert timing.step_ms == pytest.approx(15, rel=0.02)
+
+
+def test_a_step_time_that_never_settles_is_measured_after_the_limit():
+    timing, _ = run(itertools.cycle([100, 200]))
+    assert timing.warmup_steps == TimingPlan().warmup_max_steps

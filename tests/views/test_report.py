@@ -389,3 +389,10 @@ def test_files_are_read_through_a_link_to_the_folder(tmp_path):
     assert tail_inside(tmp_path / "alias", "logs/0.log", at_most=8) == ("three\n", 14)
     with pytest.raises(OSError, match="larger"):
         read_inside(tmp_path / "alias", "logs/0.log", at_most=3)
+
+
+def test_values_of_a_fine_knob_are_taken_together():
+    trials = [trial(n, throughput=1.0 + n, config={"x": n / 10}) for n in range(100)]
+    (knob,) = effects(trials, {"x": None})["knobs"]
+    assert [each["label"] for each in knob["values"]][:2] == ["0 to 1.2", "1.3 to 2.4"]
+    assert sum(each["counts"]["ok"] for each in knob["values"]) == 100
