@@ -17,7 +17,7 @@ from redline.base.removed import REPLACEMENTS
 from redline.cli.main import redline as program
 from redline.cli.options import file_fields, options_for
 from redline.runners.command.command import Command
-from redline.service.api.models import CommandForm, EstimateForm, SearchForm, form
+from redline.service.api.models import CommandForm, SearchForm, form
 from redline.service.request import TARGETS, TRAVELLING
 from redline.tuner.request import SECTIONS, Request
 
@@ -28,7 +28,7 @@ ONLY_HERE = {
     *("data", "warm_start", "ray_address", "device_kind", "emulate_first", "out", "resume", "storage", "log_to"),
 }
 """Options with files or settings of the machine that a search runs on: they are not sent to a server."""
-OTHERWISE_SENT = {"devices", "space", "allow", "override", "fix", "runner", "hardware"}
+OTHERWISE_SENT = {"devices", "space", "allow", "override", "fix", "hardware"}
 """Options whose type or default differs in the HTTP API."""
 
 OPTIONS = {field.name: (field, option) for section in SECTIONS for field, option in options_of(section)}
@@ -42,10 +42,9 @@ def test_command_line_python_and_api_have_the_same_options():
     assert set(SearchForm.model_fields) == {*OPTIONS, *TARGETS} - ONLY_HERE
     assert set(TRAVELLING) == {*OPTIONS} - ONLY_HERE
     assert set(CommandForm.model_fields) == {each.name for each in fields(Command)} - {"render", "emulate"}
-    assert set(EstimateForm.model_fields) - set(SearchForm.model_fields) == {"config", "top"}
     submit = {each.name for each in program.get_command(click.Context(program), "submit").params}
     by_option = {field.name for field, option in options_of(Command) if not option.in_file}
-    assert submit >= {*SearchForm.model_fields, *by_option} - {*TARGETS, "runner"} | {"target", "command"}
+    assert submit >= {*SearchForm.model_fields, *by_option} - {*TARGETS} | {"target", "command"}
     assert not submit & {*ONLY_HERE, "runner", "render", "emulate"}
 
 
