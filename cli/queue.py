@@ -1,6 +1,7 @@
 """`redline queue`: the running and waiting searches of a server."""
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
     from ..service.api.models import SearchAnswer
     from ..service.client import Client
+
+
+PIPE_WIDTH = 240
+"""Columns of the table where the output is no terminal."""
 
 
 @click.command(
@@ -66,7 +71,8 @@ def queue(
     if as_json:
         click.echo(json.dumps([search.model_dump() for search in searches] if everything else answer.model_dump()))
         return
-    console = Console(highlight=False)
+    # A pipe has no width; the default of 80 would break reasons into words.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     busy = [f"{device.busy} of {device.total} x {device.name} busy" for device in answer.devices]
     console.print(Text(", ".join(busy) or "the server does not reach its Ray cluster", style="dim"))
     names = ["id", "name", "user", "state", "prio", "devices", "trials", "why"]

@@ -138,7 +138,7 @@ def event_text(kind: str, data: dict[str, Any]) -> str:
         reason = data.get("reason") or ""
         device = f" on {fold(str(data['kind']))}" if data.get("kind") else ""
         return f"{data.get('state')}{device}{f': {fold(str(reason))}' if reason else ''}"
-    if kind in ("pausing", "restarting"):
+    if kind in ("pausing", "restarting", "stopped"):
         return fold(f"{kind}: {data.get('reason')}")
     if kind == "plan":
         valid = data.get("valid")  # unknown for a space that is too large to be listed

@@ -1,5 +1,6 @@
 """`redline submit`: submission of a search to a server."""
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ import click
 from ..base.option import options_of as declared
 from ..models.request import ModelRequest, SpaceRequest
 from ..runners.command.command import Command
-from ..service.records import VISIBILITIES
+from ..service.records import UNDECIDED, VISIBILITIES
 from ..tuner.request import RunRequest, SearchRequest
 from . import exit_codes
 from .options import command_of, options_of, request_of
@@ -25,6 +26,8 @@ HELP = {
     "devices": "Devices of one trial.  [default: 1]",
     "hardware": "Hardware to assume for the estimate: a name in the table.",
 }
+DECIDED_S = 2.0
+"""Longest wait for the reason why a search waits, s."""
 OF_THE_QUEUE = ("name", "priority", "device", "visibility", "key")
 
 
@@ -71,7 +74,22 @@ def submit(
     queue_options = {name: options.pop(name) for name in OF_THE_QUEUE}
     run = submitted(request_of(options, command_of(options, command_file)), server, token, trust, **queue_options)
     click.echo(run.id)
+    if reason := waits_for(run):
+        click.echo(f"note: {reason}", err=True)
     return followed(run) if wait else 0
+
+
+def waits_for(run: "SearchRun") -> str:
+    """Returns why a search that was just submitted waits; empty if it does not, or the server has not decided yet."""
+    until = time.monotonic() + DECIDED_S
+    while time.monotonic() < until:
+        look = run.look()
+        if look.state != "queued":
+            return ""
+        if look.reason != UNDECIDED:
+            return look.reason
+        time.sleep(0.1)
+    return ""
 
 
 def submitted(

@@ -73,6 +73,8 @@ class SearchState(StrEnum):
 
 ENDED = (SearchState.DONE, SearchState.FAILED, SearchState.CANCELLED)
 """The final states of a search."""
+UNDECIDED = "it was queued just now"
+"""Why a search waits before the server has decided."""
 Visibility = Literal["own", "team", "all"]
 """Users who can view a search besides its owner and admins: nobody, the owner's team, or all."""
 VISIBILITIES: tuple[str, ...] = get_args(Visibility)

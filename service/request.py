@@ -17,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, unknown
 from ..base.option import options_of
 from ..base.reading import Malformed, parse_json, path_of, read_named
 from ..models.server_model import ServerModel
@@ -59,6 +59,8 @@ def travelling(given: Mapping[str, Any]) -> dict[str, Any]:
         request["space"] = (Space.from_yaml(space) if isinstance(space, (str, Path)) else space).to_dict()
     defaults = {field.name: field.default for field in fields(RunRequest)}
     for name, value in tune_arguments.items():
+        if name not in _FLAGS:
+            raise UsageError(unknown("argument", name, (*TRAVELLING, "space", "target")))
         if name not in TRAVELLING:
             if name in defaults and value == defaults[name]:
                 continue

@@ -200,7 +200,7 @@ class _Round:
         if share is None:
             return None
         if share.searches is not None and self._searches_of[contender.user] >= share.searches:
-            return f"its user may run {share.searches} searches at once"
+            return f"its user may run {share.searches} {'search' if share.searches == 1 else 'searches'} at once"
         if share.devices is not None and self._devices_of[contender.user] + contender.devices > share.devices:
             return f"its user may use {share.devices} devices at once, and has {self._devices_of[contender.user]}"
         return self._hours_used_up(share)
@@ -208,7 +208,7 @@ class _Round:
     def _hours_used_up(self, share: Share) -> str | None:
         if share.device_hours is None or share.week_s < 3600 * share.device_hours:
             return None
-        return f"its user has used {share.week_s / 3600:.2f} of {share.device_hours:g} device-hours in seven days"
+        return f"its user has used {share.week_s / 3600:.3g} of {share.device_hours:g} device-hours in seven days"
 
     def _over_limits(self, pausing: set[str]) -> dict[str, str]:
         """Returns the running searches that must pause: held ones, and those of users without device-hours."""
@@ -245,7 +245,7 @@ class _Round:
     def _waits_for(self, contender: Contender, kind: Kind, slots: int, ahead: int) -> str:
         before = f"{ahead} {'search' if ahead == 1 else 'searches'} before it" if ahead else "it is the next"
         if slots <= 0:
-            return f"{self._most} searches run at once: {before}"
+            return f"{self._most} {'search runs' if self._most == 1 else 'searches run'} at once: {before}"
         wants = "a device" if contender.devices == 1 else f"{contender.devices} devices"
         free = max(0, self._free[kind.name])
         return f"waits for {wants} of {kind.name}: {free} of {kind.total} are free, {before}"

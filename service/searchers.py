@@ -151,7 +151,10 @@ class Searchers:
         self._thread.join()
         with contextlib.suppress(StorageUnavailable):
             for contender in self._store.contenders():
-                self._signal(contender.process, signal.SIGKILL)
+                if contender.process is not None and lives(contender.process):
+                    self._signal(contender.process, signal.SIGKILL)
+                    if not contender.state.ended:
+                        self._store.stop_process(contender.search)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -253,10 +256,10 @@ class Searchers:
             return
         if contender.state.ended or outcome is not None:
             self._conclude(contender, remembered, outcome)
-        elif contender.process is not None and remembered.again_at <= 0:
-            self._died(contender, remembered)
         elif remembered.paused:
             self._store.take_devices(contender.search, SearchState.QUEUED, "paused")
+        elif contender.process is not None and remembered.again_at <= 0:
+            self._died(contender, remembered)
         elif not self._has_devices(contender):
             lost = self._cluster.failure or f"the cluster has lost devices of {contender.kind}"
             if lost != STARTING:

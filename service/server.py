@@ -130,9 +130,8 @@ def _first_users(store: Store) -> Iterator[str]:
 @contextlib.contextmanager
 def _parts(options: ServeOptions, store: Store) -> Iterator[Any]:
     """Starts the parts that the routes use; ends them in reverse order."""
-    from .api.access import Rates
     from .api.feed import Feed
-    from .api.parts import Metrics, Parts
+    from .api.parts import Metrics, Parts, Rates
 
     with contextlib.ExitStack() as stack:
         cluster = Cluster(options.folder, options.ray_address, options.devices)

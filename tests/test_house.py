@@ -93,7 +93,9 @@ def test_imports_inside_the_package_are_relative():
     assert importers("redline") <= ran | {"service/migrations/versions/first.py"}
 
 
-@pytest.mark.parametrize(("package", "allowed"), [("ray", "runners/ray"), ("hebo", "tuner/samplers/hebo")])
+@pytest.mark.parametrize(
+    ("package", "allowed"), [("ray", ("runners/ray", "service/local_ray")), ("hebo", "tuner/samplers/hebo")]
+)
 def test_optional_packages_are_imported_in_one_place_only(package, allowed):
     users = importers(package)
     assert users, f"nothing imports {package}"

@@ -17,6 +17,8 @@ from .form import Left, Run
 from .judging import judge
 from .reading import Source
 
+FILE_OF_OTHERS = "accelerate"
+"""Framework in whose file a run of a trainer without one is written."""
 ASKED = ("devices", "seq_len", "global_batch", "memory_limit_mib")
 """Fields of the setup that a file sets itself, unlike those of its framework."""
 
@@ -50,7 +52,7 @@ def stated(run: Run, config: Mapping[str, Any]) -> TrainerConfig:
     setup = {name: value for name, value in run.setup.items() if name in known and name not in ASKED}
     length, config = run.setup.get("seq_len"), {"micro_batch": 1, "dp": 1, "grad_accum": 1, **config}
     return TrainerConfig(
-        framework=trainer.reads or run.framework,
+        framework=trainer.reads or FILE_OF_OTHERS,
         config=Config({name: value for name, value in config.items() if value is not None}),
         stated=frozenset(config),
         architecture=architecture(run.model),
@@ -78,7 +80,11 @@ def verdicts(source: Source, most: int) -> Iterator[Verdict | str]:
         run, config = rows[at]
         start = time.perf_counter()
         try:
-            yield Verdict(run, check(stated(run, config), run.hardware), time.perf_counter() - start)
+            trainer = stated(run, config)
+            # Facts of a trainer without files of its own are its own nevertheless.
+            facts = run.framework if trainer.framework == FILE_OF_OTHERS else None
+            result = check(trainer, run.hardware, framework=facts)
+            yield Verdict(run, result, time.perf_counter() - start)
         except (Left, RedlineError) as reason:
             yield f"{run.where}: {reason}"
 

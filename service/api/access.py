@@ -1,12 +1,8 @@
-"""Authentication and authorization: a bearer token or the session cookie of a page, the permissions of the user's role, and
-limits of requests.
-"""
+"""Authentication and authorization: a bearer token or the session cookie of a page, the permissions of the user's role."""
 
 import hashlib
 import hmac
 import json
-import threading
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from email.message import Message
@@ -42,49 +38,6 @@ blocks all other requests.
 """
 _PARSING = CapacityLimiter(2)
 """Number of bodies parsed at once. Parsing holds the interpreter's lock, so more would only delay other requests."""
-
-
-_MOST_BUCKETS = 10_000
-
-
-class Rates:
-    """Token buckets that limit the requests per second of each key, with bursts."""
-
-    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._burst, self._clock = per_second, burst, clock
-        self._buckets: dict[str, tuple[float, float]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, key: str, message: str) -> None:
-        """Counts one request.
-
-        Raises:
-            Problem: there are too many. Its `retry-after` states when to retry.
-        """
-        with self._lock:
-            now = self._clock()
-            left, since = self._buckets.get(key, (self._burst, now))
-            left = min(self._burst, left + (now - since) * self._rate)
-            if left >= 1:
-                self._put(key, left - 1, now)
-                return
-            self._put(key, left, now)
-            wait = (1 - left) / self._rate
-        raise Problem(
-            429, "too_many", message, rule=f"{self._rate:g} a second, {self._burst:g} at once",
-            headers={"retry-after": str(max(1, round(wait)))},
-        )  # fmt: skip
-
-    def _put(self, key: str, left: float, now: float) -> None:
-        if len(self._buckets) >= _MOST_BUCKETS and key not in self._buckets:
-            full = [
-                name
-                for name, (tokens, since) in self._buckets.items()
-                if tokens + (now - since) * self._rate >= self._burst
-            ]
-            for name in full or list(self._buckets)[: _MOST_BUCKETS // 2]:
-                del self._buckets[name]
-        self._buckets[key] = left, now
 
 
 def csrf_of(session: str) -> str:
@@ -221,15 +174,15 @@ def _is_json(request: Request, accepted: bool) -> bool:
     header = Message()  # parsed as FastAPI does
     header["content-type"] = request.headers.get("content-type", "")
     kind, _, subtype = header.get_content_type().partition("/")
-    if kind != "application" or not (subtype == "json" or subtype.endswith("+json")):
-        return False
-    if not (accepted and subtype == "json"):
+    if kind == "application" and subtype == "json" and accepted:
+        return True
+    if accepted or (kind == "application" and (subtype == "json" or subtype.endswith("+json"))):
         rule = "application/json" if accepted else "application/octet-stream"
         raise Problem(
             415, "media_type", f"the body must be {rule}, but the content type is {kind}/{subtype[:80]}",
             given=f"{kind}/{subtype}", rule=rule,
         )  # fmt: skip
-    return True
+    return False
 
 
 def _formed(form: type[Body], text: bytes) -> Body:

@@ -373,6 +373,8 @@ class ErrorAnswer(Answer):
 
 def short(value: Any) -> Any:
     """Returns a value shortened for an error answer."""
+    if isinstance(value, bytes):
+        value = value[:200].decode("utf-8", "replace")
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):

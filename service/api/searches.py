@@ -9,7 +9,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ...base.errors import NotFound, Refused, UsageError
 from ...frameworks import export_targets
-from ..records import Role, Search, SearchState, User
+from ..records import UNDECIDED, Role, Search, SearchState, User
 from ..request import NO_CODE, brief, is_code, without_secrets
 from ..retention import deleted
 from ..scheduling import HELD
@@ -40,7 +40,7 @@ def search_answer(parts: Parts, search: Search, *, whole: bool = True) -> Search
     if search.state is SearchState.QUEUED and search.held:
         reason = HELD
     elif search.state is SearchState.QUEUED:
-        reason = parts.searchers.reasons.get(search.id, "it was queued just now")
+        reason = parts.searchers.reasons.get(search.id, UNDECIDED)
     return SearchAnswer.of(
         search,
         device=search.kind or search.device,
@@ -336,6 +336,8 @@ def log(
     """Returns up to a MiB of a trial's output, from a byte on; `x-redline-size` is its whole size."""
     seen(parts, user, search)
     data, size = parts.runs.log(search, trial, begin)
+    if not size and parts.store.search(search).state.ended:
+        raise NotFound(f"the search {search} has no output of a trial {trial}")
     return Response(data, media_type="text/plain; charset=utf-8", headers={"x-redline-size": str(size)})
 
 

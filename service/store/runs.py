@@ -75,6 +75,13 @@ class Runs(Part):
         return int(attempt)
 
     @writes
+    def stop_process(self, connection: Connection, search: str) -> None:
+        """Records that the server has ended the process of a search, which keeps its devices for the next server."""
+        values = {"pid": None, "pid_started": None}
+        connection.execute(update(searches).where(searches.c.id == search).values(**values))
+        add_event(connection, self.clock(), search, "stopped", {"reason": "the server was stopped"})
+
+    @writes
     def add_reports(
         self,
         connection: Connection,

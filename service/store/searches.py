@@ -178,19 +178,21 @@ class Searches(Part):
         """
         row = locked_search(connection, search)
         if not SearchState(row.state).ended:
-            end_search(connection, search, SearchState.CANCELLED, "cancelled", None, self.clock())
+            end_search(connection, search, SearchState.CANCELLED, "", None, self.clock())
         return get_search(connection, search)
 
     @writes
     def hold(self, connection: Connection, search: str, held: bool = True) -> Search:
-        """Holds or releases a search. While it is held, its trials in progress end and nothing else starts. Does nothing
-        if it has ended.
+        """Holds or releases a search. While it is held, its trials in progress end and nothing else starts.
 
         Raises:
             NotFound: the search does not exist.
+            UsageError: it has ended.
         """
         row = locked_search(connection, search)
-        if not SearchState(row.state).ended and row.held != held:
+        if SearchState(row.state).ended:
+            raise UsageError(f"the search {search} is {row.state}, so it can be neither held nor released")
+        if row.held != held:
             connection.execute(update(searches).where(searches.c.id == search).values(held=held))
             add_event(connection, self.clock(), search, "held" if held else "released", {})
         return get_search(connection, search)

@@ -96,7 +96,7 @@ BAD = [
     (["tune", "gpt2-tiny", "--no-such-option"], "no-such-option"),
     (["estimate", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
     (["estimate"], "give either MODEL or --workload"),
-    (["estimate", "gpt2-tiny", "--hardware", "h10"], "did you mean 'h100'"),
+    (["estimate", "gpt2-tiny", "--hardware", "h10"], "did you mean 'h100-80gb'"),
     (["estimate", "gpt2-tiny", "--hardware", "no_such.yaml"], "no_such.yaml cannot be read"),
     (["estimate", "gpt2-tiny", "--hardware", "h100", "--devices", "0"], "devices must be a whole number of at least 1"),
     (["estimate", "gpt2-tiny", "--hardware", "h100", "--config", "tp"], "must look like"),
@@ -293,7 +293,7 @@ main(["tune", "gpt2-tiny"])
 METAVARS = {
     "N", "X", "X X", "NAME", "FILE", "DIR", "SIZE", "TIME", "URL", "ADDRESS", "TEXT", "RUN", "MODEL", "COMMAND", "RULE",
     "ID", "ID N", "ID NAME", "N,...", "A,B,...", "KNOB=V", "KNOB=V,...", "KNOB=A,B,...", "NAME=VALUE", "FILE:NAME",
-    "NAME|FILE", "NAME|RE", "FILE[:PATH=VALUE]",
+    "NAME|FILE", "NAME|RE", "FILE[:PATH=VALUE]", "FACT=V,...",
 }  # fmt: skip
 
 

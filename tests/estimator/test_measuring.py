@@ -231,7 +231,7 @@ devices_per_node: 8
         ("intra_node: {gb_per_s: 300, latency_us: 6}", "intra_node: fast", "intra_node must be a mapping"),
         ("devices_per_node: 8", "devices_per_node: 2.5", "devices_per_node must be an integer"),
         ("devices_per_node: 8", "devices_per_node: 8\ncores: none", "cores must be a number"),
-        ("memory_gib: 40", "base: h10", "did you mean 'h100'"),
+        ("memory_gib: 40", "base: h10", "did you mean 'h100-80gb'"),
         ("memory_gib: 40", "memory_gib: [", "is not YAML"),
     ],
 )

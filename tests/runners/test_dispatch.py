@@ -104,7 +104,7 @@ def test_mfu_is_of_the_peak_at_the_precision():
         ("NVIDIA H200", 143_771, "h200-141gb"),
         ("NVIDIA B300 SXM6 AC", 275_040, "b300"),
         ("NVIDIA A100-PCIE-40GB", 40_960, "a100-40gb"),
-        ("NVIDIA RTX 6000 Ada Generation", 49_140, None),
+        ("NVIDIA RTX 6000 Ada Generation", 49_140, "rtx-6000-ada"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4_864, None),
         ("NVIDIA L40S", 45_589, "l40s"),
     ],

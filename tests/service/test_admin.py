@@ -54,6 +54,8 @@ def test_a_search_is_held_released_and_gets_another_priority(service, client):
         with pytest.raises(Refused, match="belongs to submitter"):
             change()
     run.cancel()
+    with pytest.raises(UsageError, match="is cancelled, so it can be neither held nor released"):
+        run.hold()
 
 
 def test_a_search_that_failed_is_retried_and_one_that_is_done_is_not(service, client):

@@ -122,7 +122,12 @@ def test_bodies_that_are_not_json_are_malformed(submitter):
 
 def test_other_types_of_json_are_refused(submitter):
     """Regression: FastAPI parses them in the event loop, without a limit of values."""
-    for kind in ("application/merge-patch+json", "Application/X+JSON; charset=utf-8", "application/json+json"):
+    for kind in (
+        "application/merge-patch+json",
+        "Application/X+JSON; charset=utf-8",
+        "application/x-www-form-urlencoded",
+        "",
+    ):
         headers = {"content-type": kind}
         detail = error(submitter.post("/v1/searches", content=b"[" * 9, headers=headers), 415, "media_type")
         assert detail["rule"] == "application/json"

@@ -76,6 +76,11 @@ def test_errors_are_redline_s_own(service, client):
         client.submit("gpt2-tiny", trials=7, key="k1")
     with pytest.raises(UsageError, match="cannot be sent"):
         client.submit("gpt2-tiny", out="runs/x")
+    with pytest.raises(UsageError, match="unknown argument 'trails'; did you mean 'trials'"):
+        client.submit("gpt2-tiny", trails=7)
+    with pytest.raises(NotFound, match="no output of a trial 7"):
+        first.cancel()
+        first.log(7)
     with pytest.raises(UsageError, match="objects cannot be sent"):
         client.submit(lambda config: 1.0)
     with pytest.raises(UsageError, match="like http://"):
@@ -163,7 +168,9 @@ def ran(service, *arguments, role="submitter", code=0):
 
 
 def test_commands_submit_show_and_cancel(service, tmp_path):
-    search = ran(service, "submit", "gpt2-tiny", "--trials", "3", "--priority", "7", "--name", "theirs").strip()
+    printed = ran(service, "submit", "gpt2-tiny", "--trials", "3", "--priority", "7", "--name", "theirs")
+    search, note = printed.splitlines()
+    assert note == "note: the Ray cluster is being joined"
     assert service.store.search(search).request["trials"] == 3
     queue = ran(service, "queue", role="reader")
     assert search in queue and "theirs" in queue and "does not reach its Ray cluster" in queue
@@ -179,7 +186,7 @@ def test_commands_submit_show_and_cancel(service, tmp_path):
     assert "winner   trial" in ran(service, "results", search)
     found = json.loads(ran(service, "results", search, "--json"))
     assert found["id"] == search and found["best"]["config"]
-    other = ran(service, "submit", "gpt2-tiny").strip()
+    other = ran(service, "submit", "gpt2-tiny").split()[0]
     assert ran(service, "queue", "--cancel", other).split() == [other, "cancelled"]
     with pytest.raises(Refused):
         ran(service, "submit", "gpt2-tiny", role="reader")

@@ -99,7 +99,7 @@ def test_a_search_that_waits_says_for_what_and_how_many_are_before_it():
     reasons = decided(contenders).reasons
     assert reasons["four"] == "waits for 4 devices of NVIDIA H100: 2 of 8 are free, it is the next"
     assert reasons["five"] == "waits for 5 devices of NVIDIA H100: 2 of 8 are free, 1 search before it"
-    assert decided(contenders, most=1).reasons["four"] == "1 searches run at once: it is the next"
+    assert decided(contenders, most=1).reasons["four"] == "1 search runs at once: it is the next"
 
 
 def test_smaller_searches_pass_a_large_one_for_a_while_and_not_for_ever():
@@ -117,9 +117,9 @@ def test_smaller_searches_pass_a_large_one_for_a_while_and_not_for_ever():
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [
-        ({"searches": 1}, "may run 1 searches at once"),
+        ({"searches": 1}, "may run 1 search at once"),
         ({"devices": 4}, "may use 4 devices at once, and has 4"),
-        ({"device_hours": 2.0, "week_s": 7200.0}, "has used 2.00 of 2 device-hours in seven days"),
+        ({"device_hours": 2.0, "week_s": 7200.0}, "has used 2 of 2 device-hours in seven days"),
     ],
 )
 def test_the_limits_of_a_user_hold_their_searches_back_and_nobody_else_s(limits, reason):

@@ -187,6 +187,22 @@ def test_another_server_finds_the_process_again(searchers, store, submit, cluste
     looked(second, lambda: not store.contenders())
 
 
+def test_a_server_that_is_stopped_ends_the_processes_and_the_next_one_starts_them_again(
+    store, submit, cluster, tmp_path
+):
+    first, second = (Searchers(store, cluster, ServeOptions(data=tmp_path)) for _ in range(2))
+    first.start()
+    search = submit("runs")
+    until(lambda: store.search(search).reason == "predicting")
+    process = store.contenders()[0].process
+    first.close()
+    until(lambda: not lives(process))
+    looked(second, lambda: store.search(search).attempt == 2)
+    assert "restarting" not in kinds(store, search) and "stopped" in kinds(store, search)
+    second.start()
+    second.close()
+
+
 def test_an_outcome_is_read_again_until_it_is_acted_on(searchers, store, submit, monkeypatch):
     """A server may be killed between reading an outcome and recording it."""
     search = submit("succeeds")

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import httpx
 import uvicorn
-from redline.service.api.access import Rates
 from redline.service.api.app import make_app
 from redline.service.api.feed import Feed
-from redline.service.api.parts import Metrics, Parts
+from redline.service.api.parts import Metrics, Parts, Rates
 from redline.service.cluster import STARTING
 from redline.service.records import SearchState
 from redline.service.runs import Runs

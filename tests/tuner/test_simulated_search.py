@@ -38,7 +38,7 @@ def finished(tmp_path_factory):
 def test_a_whole_search_runs_on_predictions(finished):
     result, out = finished
     config = result.best.config
-    assert config["tp"] * config["pp"] * config["dp"] == 256
+    assert config["tp"] * config["sp"] * config["cp"] * config["pp"] * config["dp"] == 256
     rows = list(csv.DictReader((out / "trials.csv").open()))
     assert len(rows) == 6
     ran = [row for row in rows if row["status"] == "ok"]
@@ -74,7 +74,7 @@ def test_the_same_seed_finds_the_same(finished, tmp_path):
     ("arguments", "message"),
     [
         ({}, "needs the hardware to simulate"),
-        ({"hardware": "h10"}, "did you mean 'h100'"),
+        ({"hardware": "h10"}, "did you mean 'h100-80gb'"),
         ({"hardware": "h100", "time": "1m"}, "simulated trials take no time"),
     ],
 )

@@ -72,7 +72,7 @@ function complain(error) {
 // One stream for the whole page. A browser that loses it reconnects with the id of the last event it received.
 const happenings = [];
 const MOST_HAPPENINGS = 200;
-const KINDS = ["search", "pausing", "restarting", "plan", "started", "finished", "remeasuring", "waiting", "said", "ended", "held", "released", "changed", "deleted"];
+const KINDS = ["search", "pausing", "restarting", "stopped", "plan", "started", "finished", "remeasuring", "waiting", "said", "ended", "held", "released", "changed", "deleted"];
 function listen() {
   const source = new EventSource("v1/events");
   source.addEventListener("open", () => { connected(true); listeners.forEach((each) => each()); });

@@ -48,6 +48,7 @@ const WORDS = {
   search: (data) => `is ${data.state}${data.kind ? ` on ${data.kind}` : ""}${data.reason ? `: ${data.reason}` : ""}`,
   pausing: (data) => `pauses: ${data.reason}`,
   restarting: (data) => `starts again: ${data.reason}`,
+  stopped: (data) => data.reason,
   plan: (data) => `begins: ${data.name} on ${data.where}${given(data.valid) ? `, ${plural(data.valid, "configuration")}` : ""}`,
   started: (data) => `trial ${data.trial} started`,
   finished: (data) => `trial ${data.trial}: ${data.status}${given(data.throughput) ? `, ${number(data.throughput, 5)} ${data.unit}` : ""}${data.reason ? `, ${data.reason}` : ""}`,
