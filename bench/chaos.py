@@ -15,7 +15,7 @@ counts are zero:
 
 - lost: finished trials that are missing or different in the end, and searches that do not end well;
 - repeated: trials that were reported as finished twice, and programs that ran to their end again after their trial was
-  reported as finished;
+  reported as finished, before the leaders were measured again;
 - hung: true if nothing happens for five minutes.
 """
 
@@ -341,11 +341,12 @@ class Chaos:
                     lost.append(
                         f"{search} trial {trial}: {event.data['throughput']} was reported, {first} is in the folder"
                     )
+            # Afterwards the leaders are measured again, also after a kill.
+            last = max(finished.values(), default=0.0)
             for trial, when in finished.items():
-                measured_again = trials[trial].remeasured
-                later = [ended for ended in calls[number, trials[trial].config["x"]] if ended > when + 1.0]
-                if later and not measured_again:
-                    repeated.append(f"{search} trial {trial} ran {len(later)} times after it was reported")
+                again = [ended for ended in calls[number, trials[trial].config["x"]] if when + 1.0 < ended < last]
+                if again:
+                    repeated.append(f"{search} trial {trial} ran {len(again)} times after it was reported")
         return {"lost": lost, "repeated": repeated}
 
 

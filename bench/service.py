@@ -15,6 +15,7 @@ import asyncio
 import bisect
 import json
 import multiprocessing
+import platform
 import random
 import re
 import statistics
@@ -246,14 +247,15 @@ def _events(server: Server) -> dict[str, Any]:
 
 def _listen(address: str, token: str, count: int, after: int, pipe: Connection) -> None:
     async def listen() -> list[list[tuple[int, float]]]:
-        readers = [await _opened(address, token, after) for _ in range(LISTENERS)]
+        # A writer that is not kept would close its connection.
+        streams = [await _opened(address, token, after) for _ in range(LISTENERS)]
         pipe.send("open")
-        return await asyncio.gather(*(_received(reader, count) for reader in readers))
+        return await asyncio.gather(*(_received(reader, count) for reader, _ in streams))
 
     pipe.send(asyncio.run(listen()))
 
 
-async def _opened(address: str, token: str, after: int) -> asyncio.StreamReader:
+async def _opened(address: str, token: str, after: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Returns a stream after its first bytes."""
     server = urlsplit(address)
     reader, writer = await asyncio.open_connection(server.hostname, server.port)
@@ -263,7 +265,7 @@ async def _opened(address: str, token: str, after: int) -> asyncio.StreamReader:
     if not head.startswith(b"HTTP/1.1 200"):
         raise SystemExit(head.decode())
     await reader.readuntil(b"retry: 1000\n\n")
-    return reader
+    return reader, writer
 
 
 async def _received(reader: asyncio.StreamReader, count: int) -> list[tuple[int, float]]:
@@ -367,7 +369,7 @@ def page_text(results: dict[str, Any]) -> str:
     )
     lines = [
         f"`python bench/service.py --write docs/service.md` on {machine['cores']} cores of {machine['system']}, Python "
-        f"{machine['python']}, SQLite; server and clients on one host.",
+        f"{platform.python_version()}, SQLite; server and clients on one host.",
         "",
         f"{QUEUED:,} queued searches of {len(WEIGHTS)} users on {DEVICES} devices, in simulated time: the shares of the devices "
         f"are within {100 * fair['worst']:.1f} % of the weights {WEIGHTS} (goal 10 %); a decision takes "
