@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -93,48 +93,57 @@ def main() -> None:
 # -- fairness ------------------------------------------------------------------------------------------------
 
 
-def fairness(folder: Path, storage: str | None, seed: int = 0) -> dict[str, Any]:
+def fairness(folder: Path, storage: str | None) -> dict[str, Any]:
     """Returns the users' shares of the devices, relative to their weights, and the time of a decision."""
+    shares, decision_ms = simulate(WEIGHTS, queued=QUEUED, started=STARTED)
+    return {
+        "shares": [round(share, 3) for share in shares],
+        "worst": round(max(abs(share - 1) for share in shares), 3),
+        "decision_ms": spread(decision_ms),
+    }
+
+
+def simulate(weights: Sequence[int], *, queued: int, started: int, seed: int = 0) -> tuple[list[float], list[float]]:
+    """Runs queued searches on `DEVICES` devices in simulated time until so many have started.
+
+    Returns:
+        Each user's share of the devices over that of the weights, and the CPU times of decisions, ms.
+    """
     draw, kind = random.Random(seed), Kind("H100", "cuda", DEVICES, 81920.0)
     # Each user has so many searches that all have work until the last one is started.
-    users = [user for user, weight in enumerate(WEIGHTS) for _ in range(weight)]
+    users = [user for user, weight in enumerate(weights) for _ in range(weight)]
     contenders = [
         Contender(
             search=f"{number:04}", user=users[number % len(users)], priority=0, device="", kind="",
             devices=draw.choice([1, 1, 2, 4]), concurrency=1, held=False, queued=float(number),
             state=SearchState.QUEUED, uses=0, began=None, used_s=0.0, process=None, read=0,
         )
-        for number in range(QUEUED)
+        for number in range(queued)
     ]  # fmt: skip
-    used_s, ends, since = [0.0] * len(WEIGHTS), dict[str, float](), dict[str, float]()
+    used_s, ends, since = [0.0] * len(weights), dict[str, float](), dict[str, float]()
     now, decision_ms = 0.0, []
-    while len(ends) < STARTED:
-        shares = [Share(user=user, weight=weight, week_s=used_s[user]) for user, weight in enumerate(WEIGHTS)]
+    while len(ends) < started:
+        shares = [Share(user=user, weight=weight, week_s=used_s[user]) for user, weight in enumerate(weights)]
         begin = time.process_time()
         decision = decide(contenders, shares, [kind], now, most=DEVICES, overtaken_since=since)
         decision_ms.append(1000 * (time.process_time() - begin))
         since = {search: since.get(search, now) for search in decision.overtaken}
-        started = {start.search: start for start in decision.start}
+        starts = {start.search: start for start in decision.start}
         contenders = [
-            replace(one, state=SearchState.RUNNING, kind=kind.name, uses=started[one.search].uses, began=now)
-            if one.search in started
+            replace(one, state=SearchState.RUNNING, kind=kind.name, uses=starts[one.search].uses, began=now)
+            if one.search in starts
             else one
             for one in contenders
         ]
-        ends |= {search: now + draw.lognormvariate(6.5, 0.5) for search in started}
+        ends |= {search: now + draw.lognormvariate(6.5, 0.5) for search in starts}
         running = [contender for contender in contenders if contender.uses]
         following = min(ends[contender.search] for contender in running)
         for contender in running:
             used_s[contender.user] += contender.uses * (following - now)
         now = following
         contenders = [one for one in contenders if not (one.uses and ends[one.search] <= now)]
-    by_weight = [seconds / weight for seconds, weight in zip(used_s, WEIGHTS, strict=True)]
-    fair = sum(used_s) / sum(WEIGHTS)
-    return {
-        "shares": [round(seconds / fair, 3) for seconds in by_weight],
-        "worst": round(max(abs(seconds / fair - 1) for seconds in by_weight), 3),
-        "decision_ms": spread(decision_ms),
-    }
+    fair = sum(used_s) / sum(weights)
+    return [seconds / weight / fair for seconds, weight in zip(used_s, weights, strict=True)], decision_ms
 
 
 # -- a server ------------------------------------------------------------------------------------------------

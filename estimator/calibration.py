@@ -255,7 +255,7 @@ TIME_GROUPS: Mapping[str, tuple[str, ...]] = {
 NETWORK = "network"
 """A further group: the terms of `links` where they leave the node."""
 MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "static": ("parameters", "gradients", "optimizer", "master", "weight copies", "build"),
+    "static": ("parameters", "gradients", "optimizer", "master", "weight copies", "build", "further"),
     "activations": (
         "gradient copies", "activations", "checkpoints", "recomputation", "logits and loss", "buffers",
         "slack",

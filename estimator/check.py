@@ -309,24 +309,18 @@ class _Predictor:
         """Fields of the setup that the trainer sets for a configuration."""
         return dict(self.facts.setup) if self.instead else {**self.facts.own, **self.trainer.conventions_with(config)}
 
+    def setup(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """These fields, with the memory that no other describes."""
+        return {**self.conventions(config), "further_mib": self.further_mib(config)}
+
     def __call__(self, config: Mapping[str, Any]) -> Estimate:
-        conventions, further = self.conventions(config), self.further_mib(config)
-        estimate = self._by(conventions, further)(self._estimated(config, conventions))
-        if not further:
-            return estimate
-        return replace(
-            estimate,
-            peak_memory_mib=estimate.peak_memory_mib + further,
-            memory_low=estimate.memory_low + further,
-            memory_high=estimate.memory_high + further,
-            memory_limit_mib=estimate.memory_limit_mib + further,
-            breakdown={**estimate.breakdown, "memory.further": further},
-        )
+        setup = self.setup(config)
+        return self._by(setup)(self._estimated(config, setup))
 
     def fullest(self, config: Mapping[str, Any]) -> FullestRank:
         """The rank with the most memory."""
-        conventions = self.conventions(config)
-        return fullest_rank(self._by(conventions), self._estimated(config, conventions))
+        setup = self.setup(config)
+        return fullest_rank(self._by(setup), self._estimated(config, setup))
 
     def further_mib(self, config: Mapping[str, Any]) -> float:
         """Memory of a rank that the estimator has no term for, MiB: embeddings that are not quantized, the reference model, and
@@ -349,22 +343,18 @@ class _Predictor:
 
     def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:
         """Predictions under the trainer's conventions, and the index of the configuration of each row."""
-        groups: dict[str, tuple[dict[str, Any], float, list[int]]] = {}
+        groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
         for index, config in enumerate(configs):
-            conventions, further = self.conventions(config), self.further_mib(config)
-            key = f"{sorted(conventions.items())} {further}"
-            groups.setdefault(key, (conventions, further, []))[2].append(index)
+            setup = self.setup(config)
+            groups.setdefault(repr(sorted(setup.items())), (setup, []))[1].append(index)
         tables = [
-            self._by(conventions, further).table([self._estimated(configs[index], conventions) for index in indices])
-            for conventions, further, indices in groups.values()
+            self._by(setup).table([self._estimated(configs[index], setup) for index in indices])
+            for setup, indices in groups.values()
         ]
-        return reduce(joined, tables), np.concatenate([np.array(indices) for *_, indices in groups.values()])
+        return reduce(joined, tables), np.concatenate([np.array(indices) for _, indices in groups.values()])
 
-    def _by(self, conventions: Mapping[str, Any], further: float = 0.0) -> Estimator:
-        setup = self.estimator.training.replace(**conventions)
-        if further:
-            setup = setup.replace(memory_limit_mib=max(1.0, self.estimator.memory_limit_mib - further))
-        return self.estimator.on(setup, self.estimator.hardware)
+    def _by(self, setup: Mapping[str, Any]) -> Estimator:
+        return self.estimator.on(self.estimator.training.replace(**setup), self.estimator.hardware)
 
     def _estimated(self, config: Mapping[str, Any], conventions: Mapping[str, Any]) -> dict[str, Any]:
         """A configuration in the estimator's terms: formats that a framework's conventions replace are left to the setup, and a

@@ -49,7 +49,8 @@ def deciding_facts(
         options: the facts that are given beside the file: `model`, `devices`, `seq_len`, `global_batch`.
         length: tokens of a sample.
     """
-    config, title = trainer.config, find_framework(trainer.framework).title
+    config, framework = trainer.config, find_framework(trainer.framework)
+    title = framework.title
     written = "command" if all(source.where == COMMAND for source in trainer.sources) else "file"
 
     def of_knob(*knobs: str) -> str:
@@ -64,7 +65,6 @@ def deciding_facts(
             return f"--{name.replace('_', '-')}"
         return otherwise if value is None else f"default of {title}" if name in trainer.defaults else written
 
-    framework = find_framework(trainer.framework)
     of_optimizer = written if trainer.optimizer else f"default of {title}" if framework.makes_optimizer else "assumed"
     architecture = trainer.architecture if "model" not in options else None
     lengths = "" if trainer.sequences == 1 else f", {trainer.sequences} sequences each"

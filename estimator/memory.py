@@ -22,9 +22,11 @@ _LOSS = ("head", "loss")
 """Roles of the parts that work with logits."""
 MEMORY_TERMS = (
     "parameters", "gradients", "optimizer", "master", "weight copies", "gradient copies", "activations",
-    "checkpoints", "recomputation", "logits and loss", "buffers", "slack", "context", "build",
+    "checkpoints", "recomputation", "logits and loss", "buffers", "slack", "context", "build", "further",
 )  # fmt: skip
-"""Names of the terms, in the order of the breakdown; `build` is the memory of building beyond that of training."""
+"""Names of the terms, in the order of the breakdown; `build` is the memory of building beyond that of training, `further`
+`TrainingSetup.further_mib`.
+"""
 DRAWN = 4.0
 """Bytes of a weight when it is initialised."""
 
@@ -98,6 +100,7 @@ def stage_peak(
     terms["slack"] = _slack(terms, constants)
     terms["context"] = rank.none + (constants.workspace_mib + constants.compiled_mib * facts.fusion) * MIB
     terms["build"] = np.maximum(_build(rank) + terms["context"] - sum(terms.values()), 0.0)
+    terms["further"] = rank.none + setup.further_mib * MIB
     return {name: np.asarray(terms[name], float) / MIB for name in MEMORY_TERMS}
 
 
@@ -121,7 +124,8 @@ def together(
         (terms["buffers"] for terms, stays_whole in zip(of_groups, lasts, strict=True) if stays_whole), none
     )
     terms_of_stage["buffers"] = lasting_buffers + np.max(np.stack(few), axis=0)
-    terms_of_stage["context"] = of_groups[0]["context"]
+    for name in ("context", "further"):
+        terms_of_stage[name] = of_groups[0][name]
     terms_of_stage["slack"] = _slack(terms_of_stage, constants)
     terms_of_stage["build"] = np.max(np.stack([terms["build"] for terms in of_groups]), axis=0)
     return {name: np.asarray(terms_of_stage[name], float) for name in MEMORY_TERMS}

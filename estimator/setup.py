@@ -146,6 +146,8 @@ class TrainingSetup:
     balanced_experts: bool = False
     """True if all experts get equally many rows, as by Megatron-LM's `--moe-router-force-load-balancing`, with which recipes are
     measured."""
+    further_mib: float = 0.0
+    """Memory of every rank that no other field describes, such as a second model, MiB."""
     retries: bool = True
     """True if the allocator may have to free and allocate again on a nearly full device; False with expandable segments."""
     early_kernels: bool | None = None

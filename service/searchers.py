@@ -28,7 +28,7 @@ from .scheduling import Decision, Kind, decide
 from .searcher import EVENTS, OUTCOME, SearchTask
 from .serve_options import ServeOptions
 from .store import Store
-from .store.runs import Report
+from .store.running import Report
 
 COMMAND = (sys.executable, "-P", "-m", "redline.service.searcher")
 """Starts the process of a search."""
@@ -182,12 +182,7 @@ class Searchers:
                 _log.exception("the search %s is ended", contender.search)
                 self._signal(contender.process, signal.SIGKILL)
                 reason = f"the server cannot manage it: {type(error).__name__}: {error}"
-                self._store.take_devices(contender.search, SearchState.FAILED, _storable(reason))
-        self._processes = {
-            contender.search: self._processes[contender.search]
-            for contender in running
-            if contender.search in self._processes
-        }
+                self._take_devices(contender, SearchState.FAILED, _storable(reason))
         self._charge(running)
         if self._changed.is_set() or time.monotonic() - self._decided >= DECIDE_S:
             self._changed.clear()
@@ -243,6 +238,13 @@ class Searchers:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(process.pid, number)
 
+    def _take_devices(self, contender: Contender, state: SearchState, reason: str = "", **more: Any) -> None:
+        """Takes the devices of a search, see `Store.take_devices`. What is remembered of its process does not count for the next
+        one, which may get devices at once.
+        """
+        self._processes.pop(contender.search, None)
+        self._store.take_devices(contender.search, state, reason, **more)
+
     def _look_at(self, contender: Contender) -> None:
         """Reads the reports of a search with devices, and starts, interrupts or ends its process."""
         remembered = self._processes.setdefault(contender.search, _Process())
@@ -257,13 +259,13 @@ class Searchers:
         if contender.state.ended or outcome is not None:
             self._conclude(contender, remembered, outcome)
         elif remembered.paused:
-            self._store.take_devices(contender.search, SearchState.QUEUED, "paused")
+            self._take_devices(contender, SearchState.QUEUED, "paused")
         elif contender.process is not None and remembered.again_at <= 0:
             self._died(contender, remembered)
         elif not self._has_devices(contender):
             lost = self._cluster.failure or f"the cluster has lost devices of {contender.kind}"
             if lost != STARTING:
-                self._store.take_devices(contender.search, SearchState.QUEUED, lost)
+                self._take_devices(contender, SearchState.QUEUED, lost)
         elif time.monotonic() >= remembered.again_at:
             self._begin(contender, remembered)
 
@@ -303,7 +305,7 @@ class Searchers:
     def _conclude(self, contender: Contender, remembered: _Process, outcome: "_Outcome | None") -> None:
         """Takes the devices of a search whose process has ended."""
         if outcome is None:
-            self._store.take_devices(contender.search, SearchState.CANCELLED)
+            self._take_devices(contender, SearchState.CANCELLED)
             return
         state = outcome.state
         goes_on = outcome.again and not contender.state.ended
@@ -313,7 +315,7 @@ class Searchers:
             return
         if state is SearchState.FAILED and not self._has_devices(contender):
             state = SearchState.QUEUED  # for lack of devices that the cluster had
-        self._store.take_devices(contender.search, state, outcome.reason, outcome.best, read=outcome.end)
+        self._take_devices(contender, state, outcome.reason, best=outcome.best, read=outcome.end)
 
     def _has_devices(self, contender: Contender) -> bool:
         """True if the cluster has the devices of a search, which were given to it."""
@@ -330,7 +332,7 @@ class Searchers:
         remembered.deaths = 1 if now - remembered.began > LIVED_S else remembered.deaths + 1
         if remembered.deaths >= MOST_DEATHS:
             reason = f"its process ended {MOST_DEATHS} times in a row; the last time: {how}"
-            self._store.take_devices(contender.search, SearchState.FAILED, reason)
+            self._take_devices(contender, SearchState.FAILED, reason)
             return
         self._store.add_event(contender.search, "restarting", {"reason": how})
         remembered.again_at = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (remembered.deaths - 1))
@@ -342,7 +344,7 @@ class Searchers:
         except NotFound:
             return
         if is_code(search.request) and not self._options.allow_code:
-            self._store.take_devices(contender.search, SearchState.FAILED, NO_CODE)
+            self._take_devices(contender, SearchState.FAILED, NO_CODE)
             return
         folder = folder_of(self._options.folder, contender.search)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

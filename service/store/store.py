@@ -11,7 +11,7 @@ from ..tables import events, searches
 from .connection import PATIENCE_S, Database, migrate, write_ahead
 from .part import Part, add_event, as_text, reads, writes
 from .people import People
-from .runs import Runs
+from .running import Running
 from .searches import Searches
 
 MOST_FORGOTTEN = 1000
@@ -66,7 +66,7 @@ class Events(Part):
         return len(numbers)
 
 
-class Store(People, Searches, Runs, Events):
+class Store(People, Searches, Running, Events):
     """The service's state. Threads may share a store; every process opens its own."""
 
     @classmethod

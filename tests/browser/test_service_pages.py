@@ -13,7 +13,7 @@ from redline.service import searchers
 from redline.service.cluster import STARTING
 from redline.service.records import SearchState
 from redline.service.scheduling import Kind
-from redline.service.store.runs import Report
+from redline.service.store.running import Report
 from served import SEARCH, served
 
 H100 = Kind("NVIDIA H100 80GB HBM3", "cuda", 8, 81_000)

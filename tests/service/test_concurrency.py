@@ -7,7 +7,7 @@ import pytest
 from redline.service.records import SearchState
 from redline.service.store import Store
 from redline.service.store.part import add_event
-from redline.service.store.runs import Report
+from redline.service.store.running import Report
 
 
 @pytest.fixture

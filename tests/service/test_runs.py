@@ -3,7 +3,7 @@
 import pytest
 from redline.service.records import ProcessId, SearchState
 from redline.service.store.part import DAY_S
-from redline.service.store.runs import Report
+from redline.service.store.running import Report
 
 
 @pytest.fixture

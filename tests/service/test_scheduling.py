@@ -1,9 +1,10 @@
 """Which searches get devices: priorities, shares, limits, devices of several kinds, large searches, slices."""
 
-import random
+import importlib.util
 from dataclasses import replace
 
 import pytest
+from house import ROOT
 from redline.service.records import Contender, SearchState, Share
 from redline.service.scheduling import MOST_AT_ONCE, NO_DEVICES, OVERTAKEN_S, Kind, decide
 
@@ -176,31 +177,11 @@ def test_only_as_many_give_way_as_the_search_needs():
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1, 1, 1), (1, 1, 2, 2, 4)])
-def test_users_get_shares_by_their_weights(weights):
-    """A thousand queued searches of five users on eight devices, in simulated time: within 10 % of the weights."""
-    draw, kind = random.Random(1), Kind("H100", "cuda", 8, 1.0)
-    contenders = [
-        queued(f"{user}-{number}", user=user, devices=draw.choice([1, 1, 2, 4]), queued=NOW + number)
-        for user in range(5)
-        for number in range(200)
-    ]
-    used, ends, since, now = dict.fromkeys(range(5), 0.0), {}, {}, NOW
-    while len(ends) < 300:
-        shares = [Share(user=user, weight=weights[user], week_s=used[user]) for user in range(5)]
-        decision = decide(contenders, shares, [kind], now, most=8, overtaken_since=since)
-        since = {search: since.get(search, now) for search in decision.overtaken}
-        for start in decision.start:
-            index = next(i for i, contender in enumerate(contenders) if contender.search == start.search)
-            contenders[index] = replace(
-                contenders[index], state=SearchState.RUNNING, kind=start.kind, uses=start.uses, began=now
-            )
-            ends[start.search] = now + draw.expovariate(1 / 600)
-        active = [contender for contender in contenders if contender.uses]
-        following = min(ends[contender.search] for contender in active)
-        for contender in active:
-            used[contender.user] += contender.uses * (following - now)
-        now = following
-        contenders = [c for c in contenders if not (c.uses and ends[c.search] <= now)]
-    total = sum(used.values())
-    for user, weight in enumerate(weights):
-        assert used[user] / total == pytest.approx(weight / sum(weights), rel=0.1), used
+def test_users_get_shares_by_their_weights(weights, monkeypatch):
+    """Queued searches of five users on eight devices, in simulated time: within 10 % of the weights."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    spec = importlib.util.spec_from_file_location("bench_service", ROOT / "bench" / "service.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    shares, _ = bench.simulate(weights, queued=500, started=400)
+    assert shares == pytest.approx([1.0] * len(weights), abs=0.1)

@@ -159,6 +159,34 @@ def test_a_held_search_pauses_and_goes_on_with_the_time_that_is_left(searchers, 
     assert [task["seconds"] for task in tasks(tmp_path, search)] == [100.0, 60.0]
 
 
+def test_a_search_that_pauses_and_gets_devices_at_once_runs(searchers, store, submit, tmp_path):
+    """Regression: what was remembered of the paused process paused the next one, for ever."""
+    search = submit("runs")
+    looked(searchers, lambda: store.search(search).reason == "predicting")
+    searchers._pause(store.contenders()[0], "for this test")
+    looked(searchers, lambda: len(tasks(tmp_path, search)) == 2)
+    looked(searchers, lambda: store.search(search).reason == "predicting")
+    for _ in range(5):
+        searchers.look()
+    assert (store.search(search).state, store.search(search).attempt) == ("running", 2)
+
+
+def test_a_search_gives_way_after_its_slice_and_goes_on_when_the_others_have_ended(store, submit, cluster, tmp_path):
+    cluster.kinds = (Kind("H100", "cuda", 1, 80_000),)
+    searchers = Searchers(store, cluster, ServeOptions(data=tmp_path, slice=0.5))
+    search = submit("runs")
+    looked(searchers, lambda: store.search(search).reason == "predicting")
+    other = store.submit(store.add_user("bob"), {"target": "succeeds"}, devices=1)[0].id
+    looked(searchers, lambda: store.search(other).state.ended)
+    looked(searchers, lambda: store.search(search).attempt == 2)
+    assert kinds(store, search)[:6] == ["queued", "running", "plan", "waiting", "pausing", "queued"]
+    ended = store.search(other).ended
+    resumed = [event.time for event in store.events(search=search) if event.data.get("state") == "running"][1]
+    assert store.search(other).started <= ended <= resumed
+    store.cancel(search)
+    looked(searchers, lambda: not store.contenders())
+
+
 @pytest.mark.parametrize("play", ["runs", "ignores an interrupt"])
 def test_a_cancelled_search_is_interrupted_and_then_killed(searchers, store, submit, monkeypatch, play):
     monkeypatch.setattr(searchers_module, "INTERRUPTED_S", 0.5)

@@ -3,13 +3,14 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 
 import psutil
 import pytest
 import redline as rl
-from processes import until
+from processes import left_of, until
 from redline.base.errors import UsageError
 from redline.service.serve_options import ServeOptions
 from redline.service.server import serve
@@ -56,6 +57,22 @@ def test_a_search_outlives_a_server_that_is_killed_and_the_next_one_takes_it_up(
     assert finished == sorted(set(finished)) == list(range(6)) == list(run.trials["trial"])
     assert run.best.throughput == pytest.approx(run.look().best["throughput"])
     assert "first start" not in second.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_this_hosts_ray_ends_some_time_after_its_last_server(tmp_path):
+    file = tmp_path / "ray.json"
+    program = "from redline.service import local_ray; local_ray.ALONE_S = 8.0; local_ray.main()"
+    with subprocess.Popen([sys.executable, "-c", program, str(file), "1"], start_new_session=True) as keeper:
+        until(file.exists, 120)
+        family = psutil.Process(keeper.pid).children(recursive=True)
+        for _ in range(12):  # a server uses it
+            os.utime(file)
+            time.sleep(1)
+        assert keeper.poll() is None and any("raylet" in process.name() for process in family)
+        assert keeper.wait(60) == 0
+    assert left_of(family) == []
 
 
 @pytest.mark.slow

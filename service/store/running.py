@@ -28,7 +28,7 @@ class Report:
     data: dict[str, Any]
 
 
-class Runs(Part):
+class Running(Part):
     """Operations of the server on running searches."""
 
     @reads
