@@ -77,7 +77,9 @@ class Estimator:
         self.source, setup, self.unit = _source(model, setup, self.hardware)
         self.training = setup
         base = CPU if self.hardware.kind == "cpu" else Constants()
-        self._constants = constants or find_trainer(framework).constants_on(base)
+        self._trainer_constants = constants or find_trainer(framework).constants_on(base)
+        self.constants = self._constants_of_setup()
+        """The constants of the trainer under the facts of the setup."""
         if setup.seq_len is None:
             self.unit = "samples/s"
         self._facts: dict[Variant, ModelFacts] = {}
@@ -237,6 +239,7 @@ class Estimator:
         """An estimator of the same model and calibration for another setup, with the devices of that setup."""
         moved = self._copy()
         moved.training, moved.hardware = training, hardware
+        moved.constants = moved._constants_of_setup()
         return moved
 
     def carrying(self, others: "Iterable[Estimator]") -> "Estimator":
@@ -271,10 +274,9 @@ class Estimator:
         copy.__dict__.update(self.__dict__)
         return copy
 
-    @property
-    def constants(self) -> Constants:
-        """The constants of the trainer under the facts of the setup."""
-        return self._constants.replace(**under_facts(self.training, self.hardware, self._constants))
+    def _constants_of_setup(self) -> Constants:
+        constants = self._trainer_constants
+        return constants.replace(**under_facts(self.training, self.hardware, constants))
 
     @property
     def memory_limit_mib(self) -> float:

@@ -83,7 +83,8 @@ def read(
     if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_file(source)):
         sources, launcher_facts = _read_file(path_of(source), chosen)
     else:
-        words, unknown_lines = command_of(source, COMMAND) if isinstance(source, str) else (list(source), [])
+        folder = Path() if files else None
+        words, unknown_lines = command_of(source, COMMAND, folder) if isinstance(source, str) else (list(source), [])
         sources, launcher_facts = _read_command(words, COMMAND, chosen, files=files)
         launcher_facts = _merge_facts(launcher_facts, {"notes": _not_understood(unknown_lines)})
     if not sources:

@@ -1,4 +1,8 @@
-"""Words of the command that a shell script runs: its variables, arrays, arithmetic and branches, without running it."""
+"""Words of the command that a shell script runs: its variables, arrays, arithmetic and branches, without running it.
+
+Not bashlex 0.18, which refuses arrays, arithmetic, `case` and `[[`, nor tree-sitter, which only parses: what is wanted here are
+the values of variables.
+"""
 
 import ast
 import operator
@@ -63,7 +67,8 @@ _TESTS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": 
 def command_of(script: str, where: str, folder: Path | None = None) -> tuple[list[str], list[str]]:
     """Returns the words of the command in a text, or of the training that a script starts, and lines that were not understood.
 
-    Variables that are not set are kept as written. Files that the script sources are read from `folder`.
+    Variables that are not set are kept as written. Files that the script sources are read, from `folder` if their paths are
+    relative; None to open none.
 
     Raises:
         UsageError: it cannot be split into words.
@@ -257,7 +262,8 @@ class _Script:
 
     def _source(self, rest: str) -> None:
         file = Path(" ".join(self.words(rest)[:1]))
-        path = next((path for path in (file, (self.folder or Path()) / file) if path.is_file()), None)
+        candidates = () if self.folder is None else (file, self.folder / file)
+        path = next((path for path in candidates if path.is_file()), None)
         if path is None or self._depth >= _DEEPEST:
             self.unknown.append(f"source {file}")
             return

@@ -73,3 +73,11 @@ def test_what_is_not_understood_is_named(tmp_path):
 
 def test_a_script_that_expands_itself_ends():
     assert words("A=$A$A\nA=${A}${A}\ntorchrun pretrain_gpt.py $A\n")[0][0] == "torchrun"
+
+
+def test_a_sourced_file_is_opened_only_where_files_may_be(tmp_path):
+    (tmp_path / "env.sh").write_text('X="--per_device_train_batch_size 7"\n')
+    command = f"source {tmp_path}/env.sh\npython run_clm.py --model_name_or_path gpt2 --output_dir x $X"
+    assert read(command).config["micro_batch"] == 7
+    unopened = read(command, files=False)
+    assert unopened.config["micro_batch"] != 7 and any("source" in note for note in unopened.notes)
