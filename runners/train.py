@@ -26,9 +26,10 @@ from ..training import Training
 from ..training.checkpoint.folder import Checkpoint, CheckpointFolder
 from ..training.checkpoint.saver import Saver, gathered, latest, patient_group
 from ..training.checkpoint.state import State
-from ..training.data import DataPlan, Samples, TrainingData, check_packing, training_data
+from ..training.data import DataPlan, Samples, check_packing, training_data
 from ..training.hyperparameters import Hyperparameters
 from ..training.loop import Loop, LoopPlan, LoopResult
+from ..training.training_data import TrainingData
 from .dry_run import join
 from .host import COMMON_IMPORTS
 from .job import Job, Outcome, Rendezvous

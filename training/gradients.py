@@ -9,8 +9,8 @@ from ..models.batches import batch_slice, entries, to_device
 from ..models.data import Task
 from ..models.workload import Batch
 from ..results.probe import Computed
-from .data.samples import TrainingData, num_predicted
 from .training import Training
+from .training_data import TrainingData, num_predicted
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from ..base.errors import UsageError
 from ..base.option import Option, check_options, either
@@ -108,17 +108,3 @@ class Hyperparameters:
             eps=self.eps,
             fused=True if fused else None,
         )
-
-
-NUMBERS = (int, float, bool)
-"""Kinds of numbers that optimizers keep."""
-
-
-def group_numbers(optimizer: "torch.optim.Optimizer") -> dict[tuple[int, str], Any]:
-    """Returns the numbers in an optimizer's groups, by group and key, without the learning rates."""
-    return {
-        (number, key): value
-        for number, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key != "lr" and type(value) in NUMBERS
-    }

@@ -16,10 +16,10 @@ from ..models.workload import Batch
 from . import gradients
 from .checkpoint.saver import Saved, Saver
 from .checkpoint.state import State
-from .data.samples import TrainingData
 from .hyperparameters import Hyperparameters
 from .soak import LONG, agreed, longest
 from .training import Training, undone
+from .training_data import TrainingData
 
 if TYPE_CHECKING:
     import torch

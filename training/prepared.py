@@ -18,9 +18,9 @@ from . import gradients
 from .checkpoint.folder import CheckpointFolder
 from .checkpoint.saver import Saver, latest
 from .checkpoint.state import State
-from .data.samples import TrainingData
 from .gradients import factors
 from .training import Training
+from .training_data import TrainingData
 from .world import World
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from ..models.batches import entries
 from ..models.data import TokenBatches
 from .data.from_workload import FromWorkload
-from .data.samples import Samples, TrainingData
+from .data.samples import Samples
+from .training_data import TrainingData
 
 if TYPE_CHECKING:
     from .training import Training

@@ -21,7 +21,6 @@ from ..models.skeleton import experts_of
 from ..models.spaces import runs_of
 from ..models.workload import Batch, Workload
 from .applying import has_replicas, share_out
-from .hyperparameters import group_numbers
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision, dtype_of
 from .world import World
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..schedule import Schedule
-    from .data.samples import TrainingData
+    from .training_data import TrainingData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -477,3 +476,17 @@ def seeded(seed: int, device: "torch.device") -> Iterator[None]:
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
         yield
+
+
+NUMBERS = (int, float, bool)
+"""Kinds of numbers that optimizers keep."""
+
+
+def group_numbers(optimizer: "torch.optim.Optimizer") -> dict[tuple[int, str], Any]:
+    """Returns the numbers in an optimizer's groups, by group and key, without the learning rates."""
+    return {
+        (number, key): value
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "lr" and type(value) in NUMBERS
+    }

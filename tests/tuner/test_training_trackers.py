@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from redline.results.trained import LOG
 from redline.space import Config
-from redline.tuner.trackers import logging_training_to
-from redline.tuner.trackers.listeners import RUNS, TrainTracking
 from redline.tuner.trackers.tracker import Tracker
 from redline.tuner.train.chosen import TrainingStrategy
 from redline.tuner.train.listener import TrainingStart, TrainListener
+from redline.tuner.train.tracking import RUNS, TrainTracking, logging_training_to
 from tiers import tiered
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import WorkloadError
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import Weights, shape_differences
-from ..hyperparameters import NUMBERS, group_numbers
+from ..training import NUMBERS, group_numbers
 
 if TYPE_CHECKING:
     import torch

@@ -2,4 +2,4 @@ from .from_workload import FromDataset as FromDataset, FromWorkload as FromWorkl
 from .order import DataPlan as DataPlan
 from .packing import check_packing as check_packing
 from .preparing import prepare as prepare
-from .samples import Samples as Samples, TrainingData as TrainingData, num_predicted as num_predicted
+from .samples import Samples as Samples

@@ -11,9 +11,9 @@ from ...models.batches import batch_slice, each_tensor, entries, make_batch, ste
 from ...models.data import ImageBatches, Task, TokenBatches
 from ...models.tasks import TaskBatches
 from ...models.workload import Batch, Workload
+from ..training_data import TrainingData
 from .order import DataPlan, shuffled
 from .preparing import OnRead, prepare
-from .samples import TrainingData
 
 if TYPE_CHECKING:
     import torch

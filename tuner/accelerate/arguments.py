@@ -15,7 +15,8 @@ from ...models.huggingface import hugging_face_workload
 from ...models.resolve import workload as resolve_workload
 from ...models.skeleton import skeleton
 from ...models.workload import DEFAULT_GLOBAL_BATCH, Batch
-from ...training.data import DataPlan, FromDataset, TrainingData, training_data
+from ...training.data import DataPlan, FromDataset, training_data
+from ...training.training_data import TrainingData
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""Experiment trackers that searches and trainings are logged to: one file each, and the listeners that feed them."""
+"""Experiment trackers that searches and trainings are logged to: one file each, and the listener of a search that feeds them."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -7,8 +7,7 @@ from pathlib import Path
 
 from ...base.errors import UsageError, unknown
 from ..listener import SearchListener
-from ..train.listener import TrainListener
-from .listeners import SearchTracking, TrainTracking
+from .listeners import SearchTracking
 from .tracker import Tracker
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
@@ -30,7 +29,13 @@ def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None)
     return chosen
 
 
-def _opened(names: str | Sequence[str] | None, folder: str | Path | None) -> list[Tracker]:
+def open_trackers(names: str | Sequence[str] | None, folder: str | Path | None) -> list[Tracker]:
+    """Creates the named trackers.
+
+    Raises:
+        UsageError: a tracker is unknown, or the folder is missing.
+        MissingDependency: a tracker's package is not installed.
+    """
     chosen = check_trackers(names, folder)
     return [import_module(f".{name}", __package__).TRACKER(Path(folder)) for name in chosen if folder is not None]
 
@@ -45,22 +50,9 @@ def logging_to(
         UsageError: a tracker is unknown, or the folder is missing.
         MissingDependency: a tracker's package is not installed.
     """
-    trackers = _opened(names, folder)
+    trackers = open_trackers(names, folder)
     if not trackers:
         yield listener
         return
     with contextlib.closing(SearchTracking(trackers, listener)) as tracking:
-        yield tracking
-
-
-@contextlib.contextmanager
-def logging_training_to(
-    names: str | Sequence[str] | None, folder: str | Path, listener: TrainListener
-) -> Iterator[TrainListener]:
-    """Yields a listener of a training, as `logging_to` does for a search."""
-    trackers = _opened(names, folder)
-    if not trackers:
-        yield listener
-        return
-    with contextlib.closing(TrainTracking(trackers, listener)) as tracking:
         yield tracking

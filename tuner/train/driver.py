@@ -50,11 +50,11 @@ from ...training.data import DataPlan, training_data
 from ...training.data.corpus import find_sources
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan, LoopResult
-from ..trackers import logging_training_to
 from .chosen import TrainingStrategy, devices_text
 from .listener import TrainingStart, TrainListener
 from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
 from .strategy import TrainingSource, after_oom, read_source, replanned, winner, without_batch
+from .tracking import logging_training_to
 
 LOSSES = 3
 """Largest number of restarts in a row, after ranks were lost, that reach no further checkpoint. A failed host loses ranks
