@@ -34,9 +34,9 @@ from .schedule import (
 )
 from .service.client import Client as Client
 from .space import Config as Config, Space as Space
+from .trainer.accelerate.api import Accelerated as Accelerated, accelerate as accelerate
 from .training.applying import apply_schedule as apply_schedule
 from .tuner import Result as Result, Sampler as Sampler, tune as tune
-from .tuner.accelerate.api import Accelerated as Accelerated, accelerate as accelerate
 
 __version__: str
 from .tuner.scaling import scale as scale

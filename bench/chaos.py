@@ -170,8 +170,8 @@ class Service:
         mark = {
             "searcher": "rl-",
             "rank": PROGRAM[:20],
-            "host agent": "redline.runners.agent",
-            "Ray client": "redline.runners.ray_driver",
+            "host agent": "redline.runners.host.agent",
+            "Ray client": "redline.runners.place.ray_driver",
             "Ray keeper": "redline.service.local_ray",
             "Ray head": "gcs_server",
             "Ray node": "raylet/raylet",

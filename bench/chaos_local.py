@@ -191,8 +191,8 @@ class Study:
     def _kind_by(self, process: psutil.Process, words: str) -> str:
         if self.driver is not None and process.pid == self.driver.pid:
             return "driver"
-        if "redline.runners.agent" in words:  # a fork has the command line of its parent
-            above = sum("redline.runners.agent" in " ".join(each.cmdline()) for each in process.parents())
+        if "redline.runners.host.agent" in words:  # a fork has the command line of its parent
+            above = sum("redline.runners.host.agent" in " ".join(each.cmdline()) for each in process.parents())
             return ("agent", "supervisor", "rank")[min(above, 2)]
         if "ray_driver" in words and self.driver is not None:
             return "ray guard" if process.ppid() == self.driver.pid else "ray driver"

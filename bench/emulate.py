@@ -95,8 +95,8 @@ class Sides:
         from redline.estimator.measuring import this_machine
         from redline.runners import TimingPlan, TrialTerms
         from redline.runners.dispatch import DryRuns
-        from redline.runners.emulate import EmulateRunner, EmulationTerms
-        from redline.runners.local import LocalRunner
+        from redline.runners.place.emulate import EmulateRunner, EmulationTerms
+        from redline.runners.place.local import LocalRunner
 
         workload = rl.workload(model, global_batch=batch)
         plan = TimingPlan(seconds=seconds, min_steps=4, precision=0.01)
@@ -118,7 +118,7 @@ class Sides:
 
 
 def agent_of() -> Any:
-    from redline.runners.host import PLAIN_IMPORTS, HostAgent
+    from redline.runners.host.client import PLAIN_IMPORTS, HostAgent
 
     return HostAgent(PLAIN_IMPORTS)
 

@@ -44,7 +44,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the check as well
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         _importable(Path(place))
-        from redline.runners.host import COMMON_IMPORTS, PLAIN_IMPORTS, HostAgent
+        from redline.runners.host.client import COMMON_IMPORTS, PLAIN_IMPORTS, HostAgent
 
         # One agent for the trials of all checks; it imports while this process does.
         agent = HostAgent(PLAIN_IMPORTS if options.tiny else COMMON_IMPORTS)
@@ -109,7 +109,7 @@ def outcomes(names: list[str], setting: Any, end: float) -> Iterator[dict[str, A
 
 def outcome(name: str, setting: Any, limit_s: float) -> dict[str, Any]:
     """Runs one check in its own process; `rows` of the outcome are its reports up to its end or its limit."""
-    from redline.runners.process import kill_tree
+    from redline.runners.host.process import kill_tree
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -32,7 +32,6 @@ from redline.base.device import Device, detect, usable_cores
 from redline.estimator.measuring import table_entry
 from redline.models import flops_of
 from redline.results.environment import host, versions
-from redline.tuner.trainer_baseline import TrainerSteps
 from tables import read_surface
 
 HERE = Path(__file__).resolve().parent
@@ -48,7 +47,7 @@ class Row:
     """Measurements of one side."""
 
     name: str
-    program: sides.Side | TrainerSteps
+    program: sides.Side
     step_ms: list[float] = field(default_factory=list)
     """Median step time of each turn."""
     memory_mib: float = 0.0
@@ -107,15 +106,15 @@ def measure(load: Any, device: Device, devices: int, result: Any, options: argpa
     """Measures every side `turns` times, in turns."""
     import cloudpickle
     from redline.results import Status
-    from redline.runners.host import COMMON_IMPORTS, HostAgent
-    from redline.runners.job import Job, Rendezvous
+    from redline.runners.host.client import COMMON_IMPORTS, HostAgent
+    from redline.runners.trial.job import Job, Rendezvous
 
     share = load.global_batch // devices
     usual = max(size for size in range(1, min(8, share) + 1) if share % size == 0)
     common = {"workload": load, "steps": options.steps, "precision": "fp32" if device.type == "cpu" else "bf16"}
     rows = [
         Row("DDP, micro-batch 1", sides.PlainDDP(micro_batch=1, **common)),
-        Row(f"transformers.Trainer, DDP, micro-batch {usual}", TrainerSteps(micro_batch=usual, **common)),
+        Row(f"transformers.Trainer, DDP, micro-batch {usual}", sides.TransformersTrainer(micro_batch=usual, **common)),
         Row(f"FSDP2 as by accelerate, micro-batch {usual}", sides.FSDP2(micro_batch=usual, **common)),
     ]
     if result.default is not None:
@@ -227,7 +226,7 @@ def surface(load: Any, devices: int, options: argparse.Namespace, stem: str) -> 
     return read_surface(table).best
 
 
-def _mfu(load: Any, device: Device, devices: int, program: sides.Side | TrainerSteps, step_ms: float) -> float | None:
+def _mfu(load: Any, device: Device, devices: int, program: sides.Side, step_ms: float) -> float | None:
     hardware = table_entry(device)
     if hardware is None or flops_of(load).per_sample is None:
         return None

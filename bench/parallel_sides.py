@@ -12,8 +12,8 @@ from typing import Any
 
 from redline.models import Workload
 from redline.models.batches import batch_slice, make_batch, to_device
-from redline.runners.dry_run import join_as_by_torchrun
-from redline.runners.rank import RankContext
+from redline.runners.trial.dry_run import join_as_by_torchrun
+from redline.runners.trial.rank import RankContext
 
 IMPORTS = ("accelerate", "transformers.trainer", "torch.distributed.fsdp", __name__)
 """Modules that a host agent imports once for all sides."""
@@ -100,6 +100,49 @@ class PlainDDP(Side):
             optimizer.zero_grad()
 
         return step
+
+
+class TransformersTrainer(Side):
+    """`transformers.Trainer` with its own loader, optimizer, schedule and clipping, data parallel."""
+
+    def train(self, context: RankContext, device: Any) -> list[float]:
+        import itertools
+        import tempfile
+
+        import transformers
+
+        begins: list[float] = []
+        total = self.warmup + self.steps
+        batches = (
+            dict(make_batch(self.workload, self.workload.global_batch, number)) for number in range(min(total, 8))
+        )
+        samples = [
+            {name: values[row] for name, values in batch.items()}
+            for batch in batches
+            for row in range(self.workload.global_batch)
+        ]
+
+        class StepClock(transformers.TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                begins.append(now(device))
+
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = transformers.TrainingArguments(
+                output_dir=folder,
+                per_device_train_batch_size=self.micro_batch,
+                gradient_accumulation_steps=self.accumulate(context),
+                max_steps=total + 1,
+                bf16=self.precision == "bf16",
+                use_cpu=device.type == "cpu",
+                ddp_backend="gloo" if device.type == "cpu" else None,
+                save_strategy="no",
+                logging_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            )
+            model = self.workload.build_model({})
+            transformers.Trainer(model=model, args=arguments, train_dataset=samples, callbacks=[StepClock()]).train()
+        return [(end - begin) * 1e3 for begin, end in itertools.pairwise(begins)]
 
 
 def blocks_of(model: Any) -> set[str]:

@@ -35,7 +35,7 @@ from redline.results.environment import versions
 from redline.runners import LocalRunner, Reference, Runner, TimingPlan, TrialRequest, TrialTerms
 from redline.space import Config, Space
 from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
-from redline.tuner.task import Task, resolve_task
+from redline.tuner.request.target import Task, resolve_task
 
 MEASURED = ("status", "reason", "step_ms", "step_ms_spread", "peak_memory_gib", "seconds_total", "measured")
 # Names of the numbers of a shape in a transformers configuration, by the column of the facts.

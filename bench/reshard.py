@@ -21,10 +21,10 @@ from typing import Any
 
 import cloudpickle
 import torch
-from redline.runners.dry_run import join
-from redline.runners.host import PLAIN_IMPORTS, HostAgent
-from redline.runners.job import Job, Rendezvous
-from redline.runners.rank import RankContext
+from redline.runners.host.client import PLAIN_IMPORTS, HostAgent
+from redline.runners.trial.dry_run import join
+from redline.runners.trial.job import Job, Rendezvous
+from redline.runners.trial.rank import RankContext
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import resharding

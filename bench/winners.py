@@ -24,7 +24,7 @@ import redline as rl
 from redline.base.device import detect, usable_cores
 from redline.results import Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
-from redline.runners.timing import median_interval
+from redline.runners.trial.timing import median_interval
 
 NEAR = 0.9
 """Share of the best first result above which a configuration is measured for longer."""

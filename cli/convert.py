@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from ..tuner.train.convert import ConvertRequest
+from ..trainer.convert import ConvertRequest
 from .options import options_for
 
 EXAMPLES = """\b
@@ -25,7 +25,7 @@ def convert(folder: str, out: str, **options: Any) -> None:
     `hf` is a folder that transformers' from_pretrained loads, and that torchtitan and Megatron-Bridge read; `peft`
     contains only the adapters.
     """
-    from ..tuner.train.convert import convert as write
+    from ..trainer.convert import convert as write
 
     conversion = write(folder, out, ConvertRequest(**options))
     rounded = (

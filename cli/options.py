@@ -13,7 +13,7 @@ from ..base.option import Option, options_of as declared
 from ..base.reading import with_power
 from ..base.removed import replacement
 from ..runners.command.command import Command
-from ..tuner.request import Request
+from ..tuner.request.options import Request
 
 TRAINERS = ("redline", "fsdp", "megatron", "megatron-bridge", "nanotron", "deepspeed", "torchtitan", "trainer")
 """Trainers whose facts an estimate can assume, from `redline.estimator.trainers`, which commands do not import for

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..base.errors import UsageError
 from ..results.columns import fold, speed
 from ..results.scaling import ScalePoint, Scaling
-from ..tuner.request import SECTIONS, Request
+from ..tuner.request.options import SECTIONS, Request
 from . import exit_codes, words
 from .estimate_text import range_text
 from .options import options_of, request_of

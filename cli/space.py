@@ -13,7 +13,7 @@ from .status import Status
 
 if TYPE_CHECKING:
     from ..models import Workload
-    from ..tuner.task import Task
+    from ..tuner.request.target import Task
 
 EXAMPLES = """\b
 Examples:
@@ -30,7 +30,7 @@ Examples:
 def space(output: str | None, as_json: bool, **options: Any) -> None:
     """Show the knobs of MODEL on the available devices, their constraints, and the number of valid configurations."""
     from ..models.architecture import class_of
-    from ..tuner.task import resolve_task
+    from ..tuner.request.target import resolve_task
 
     request = TrainingRequest(**request_of(options))
     with Status() as status:

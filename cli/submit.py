@@ -10,7 +10,7 @@ from ..base.option import options_of as declared
 from ..models.request import ModelRequest, SpaceRequest
 from ..runners.command.command import Command
 from ..service.records import UNDECIDED, VISIBILITIES
-from ..tuner.request import RunRequest, SearchRequest
+from ..tuner.request.options import RunRequest, SearchRequest
 from . import exit_codes
 from .options import command_of, options_of, request_of
 from .results import event_text, print_summary

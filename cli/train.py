@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..tuner.train.request import SECTIONS, TrainRequest, read_settings
+from ..trainer.request import SECTIONS, TrainRequest, read_settings
 from . import exit_codes
 from .options import file_fields, fixes_of, options_for
 
@@ -53,9 +53,9 @@ def train(as_json: bool, settings: str | None, **options: Any) -> int:
     from_file = {} if settings is None else read_settings(settings)
     options |= {name: value for name, value in from_file.items() if name not in set_here}
     request = TrainRequest(**options, stated=(*set_here, *from_file))
-    from ..tuner.ranks import RankPlace
-    from ..tuner.train.driver import train as start
-    from ..tuner.train.launched import train_rank
+    from ..trainer.driver import train as start
+    from ..trainer.launched import train_rank
+    from ..trainer.ranks import RankPlace
     from .streams import outlive_reader
     from .train_progress import listening
 

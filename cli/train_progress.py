@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..knobs.text import config_text
 from ..results.columns import fold, speed
-from ..tuner.train.listener import TrainingStart, TrainListener
+from ..trainer.listener import TrainingStart, TrainListener
 from . import words
 from .progress import Terminal
 

@@ -19,7 +19,7 @@ from ..models.resolve import located
 from ..results.best import load
 from ..results.names import fresh_folder
 from ..runners.command.command import Command
-from ..tuner.request import SECTIONS, Request
+from ..tuner.request.options import SECTIONS, Request
 from . import exit_codes
 from .options import GroupedCommand, command_of, file_fields, options_of, request_of
 
@@ -114,7 +114,7 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
 
 def _resumed(options: dict[str, Any]) -> tuple[Command | None, dict[str, Any]]:
     """Returns the command and the request of the run in `--out`, with the options of this command line in their place."""
-    from ..tuner.record import request_again
+    from ..tuner.request.record import request_again
 
     again = request_again(options["out"])
     target = again.pop("target")
@@ -157,7 +157,7 @@ def _begin_with_plan(request_values: dict[str, Any], path: Path, moved: str | No
 
 def _print_commands(command: Command | None, request_values: dict[str, Any]) -> None:
     """Prints the commands of the default configuration and of some others."""
-    from ..tuner.task import resolve_task
+    from ..tuner.request.target import resolve_task
 
     if command is None:
         raise UsageError("--dry prints commands; give one with --command or --command-file")

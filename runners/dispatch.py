@@ -10,12 +10,12 @@ from ..base.device import Device, available_memory_mib, usable_cores
 from ..estimator.measuring import table_entry
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
-from .dry_run import DryRun, DryRunReport
-from .failure import is_damaged_library
-from .host import COMMON_IMPORTS, PLAIN_IMPORTS
-from .job import Job, Outcome, RankOutcome, Rendezvous
-from .load import foreign_cores
+from .host.client import COMMON_IMPORTS, PLAIN_IMPORTS
 from .runner import Runner, TrialRequest
+from .trial.dry_run import DryRun, DryRunReport
+from .trial.failure import is_damaged_library
+from .trial.job import Job, Outcome, RankOutcome, Rendezvous
+from .trial.load import foreign_cores
 from .work import LEAST_COMPILE_TIMEOUT_S, CommonFields, TrialTerms, Work
 
 MEMORY_SHARE = 0.7
@@ -186,7 +186,7 @@ class DryRuns(Work):
     def _timed(
         self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], fields: "_DryRunFields"
     ) -> Measurement:
-        from . import numerics_check
+        from .trial import numerics_check
 
         config = request.config
         # Ranks wait for each other: the slowest one determines the step.

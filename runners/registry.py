@@ -5,9 +5,9 @@ from typing import Any
 
 from ..base.errors import UsageError, unknown
 from .dispatch import DryRunner
-from .host import HostAgent
-from .local import LocalRunner, SharedDevices
-from .ray_runner import RayRunner
+from .host.client import HostAgent
+from .place.local import LocalRunner, SharedDevices
+from .place.ray_runner import RayRunner
 from .work import TrialTerms, Work
 
 RUNNERS: Mapping[str, type[DryRunner]] = {runner.name: runner for runner in (RayRunner, LocalRunner)}

@@ -10,7 +10,7 @@ from ..base.device import Device
 from ..results import Measurement
 from ..results.probe import Probe
 from ..space import Config
-from .soak import SoakPlan
+from .trial.soak import SoakPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, TypedDict
 
 from ..base.device import Device
 from ..results import Measurement
-from .timing import TimingPlan
+from .trial.timing import TimingPlan
 
 if TYPE_CHECKING:
-    from .job import Job, Outcome
     from .runner import TrialRequest
+    from .trial.job import Job, Outcome
 
 
 DEFAULT_TIMEOUT_S = 300.0

@@ -1,7 +1,7 @@
 """Compares the results of two models, and limits the departure that rounding explains.
 
 `verify` compares whole tensors of a scheduled model and an untouched copy of it; a dry run compares summaries, a probe of
-the candidate with the reference's (`runners/numerics_check.py`). The tests take their tolerances from here, too.
+the candidate with the reference's (`runners/trial/numerics_check.py`). The tests take their tolerances from here, too.
 
 Notation:
     u   unit roundoff of a number format, the relative error of one rounding: 2**-24 in float32, 2**-11 in

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from ..base.errors import RedlineError, RunnerError
-from ..runners.ray_runner import RayDriver
+from ..runners.place.ray_runner import RayDriver
 from .records import ProcessId
 from .scheduling import Kind
 

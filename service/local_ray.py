@@ -13,8 +13,8 @@ from typing import Any
 
 from ..base.device import detect
 from ..base.errors import RunnerError
-from ..runners.process import adopt_orphans, kill_descendants
-from ..runners.ray_driver import check_listens
+from ..runners.host.process import adopt_orphans, kill_descendants
+from ..runners.place.ray_driver import check_listens
 from .cluster import ALONE_S, write_record
 
 LOOK_S = 1.0

@@ -2,7 +2,7 @@
 
     {"target": "gpt2-tiny", "devices": 2, "trials": 16, "fix": {"precision": "fp32"}}
 
-The names are those of `tuner/request.py`. A file of the client is sent as its contents. Instead of `target`, a request
+The names are those of `tuner/request/options.py`. A file of the client is sent as its contents. Instead of `target`, a request
 may have `model` (a Hugging Face config.json), `workload` (a Python file as text, its digest, and a name in it) or
 `command` (the fields of a `redline.Command`). `space` is a document of `Space.to_dict`. No text of a request becomes a
 path or an import: it is converted to a `ServerModel`, a `ServerCommand`, a `Hardware` of the table or a `Space`, none
@@ -23,7 +23,7 @@ from ..base.reading import Malformed, parse_json, path_of, read_named
 from ..models.server_model import ServerModel
 from ..runners.command.command import Command, ServerCommand, hidden
 from ..space import Space
-from ..tuner.request import SECTIONS, RunRequest
+from ..tuner.request.options import SECTIONS, RunRequest
 
 _FLAGS = {
     field.name: f"--{(option.flag or field.name).replace('_', '-')}"

@@ -26,9 +26,9 @@ from typing import Any
 from ..base.errors import NoRoom, RedlineError, RunnerError, StudyError, UsageError
 from ..results import Trial
 from ..results.names import holds_run
-from ..runners.failure import is_oom
-from ..runners.memory import HostMemoryMeter
-from ..runners.process import call_this_process
+from ..runners.host.process import call_this_process
+from ..runners.trial.failure import is_oom
+from ..runners.trial.memory import HostMemoryMeter
 from ..tuner import Result, tune
 from ..tuner.listener import SearchListener, SearchPlan
 from .records import SearchState

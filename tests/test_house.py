@@ -13,7 +13,7 @@ LAYERS = (
     ("training", "estimator"),
     ("runners",),
     ("tuner",),
-    ("testing", "service"),
+    ("testing", "trainer", "service"),
     ("cli",),
     ("train", "errors"),
 )
@@ -89,12 +89,12 @@ def test_every_relative_import_leads_to_a_module_of_the_package(tmp_path):
 
 def test_imports_inside_the_package_are_relative():
     # These run with -m or are loaded by Alembic from their path, and must use their import path.
-    ran = {"runners/agent.py", "runners/ray_driver.py"}
+    ran = {"runners/host/agent.py", "runners/place/ray_driver.py"}
     assert importers("redline") <= ran | {"service/migrations/versions/first.py"}
 
 
 @pytest.mark.parametrize(
-    ("package", "allowed"), [("ray", ("runners/ray", "service/local_ray")), ("hebo", "tuner/samplers/hebo")]
+    ("package", "allowed"), [("ray", ("runners/place/ray", "service/local_ray")), ("hebo", "tuner/samplers/hebo")]
 )
 def test_optional_packages_are_imported_in_one_place_only(package, allowed):
     users = importers(package)

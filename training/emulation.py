@@ -1,9 +1,10 @@
 """Process groups of one rank without peers, and the record of what the rank communicates.
 
-An emulated rank runs alone at its true rank and world size. Every collective returns at once with values of plausible scale. The
-recorder notes when it began and when it was waited for; `runners/replay.py` adds the time that it would take. torch's own `fake`
-process group is not used for two reasons: it leaves received tensors unchanged, so they may be NaN or denormal and change the
-speed of kernels; and recording its collectives needs a TorchDispatchMode, which runs Python for every other operator as well.
+An emulated rank runs alone at its true rank and world size. Every collective returns at once with values of plausible scale.
+The recorder notes when it began and when it was waited for; `runners/place/replay.py` adds the time that it would take. torch's
+own `fake` process group is not used for two reasons: it leaves received tensors unchanged, so they may be NaN or denormal and
+change the speed of kernels; and recording its collectives needs a TorchDispatchMode, which runs Python for every other operator
+as well.
 """
 
 import math

@@ -26,8 +26,8 @@ from ..results.again import Z95
 from ..results.columns import speed
 from ..results.measurement import DEFAULT
 from ..results.summary import EQUAL
-from ..runners.load import CHANGED_CORES
-from ..runners.soak import SoakPlan
+from ..runners.trial.load import CHANGED_CORES
+from ..runners.trial.soak import SoakPlan
 from .budget import Stopwatch
 from .history import at_first_speed, unsteady
 from .listener import SearchListener

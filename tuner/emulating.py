@@ -19,16 +19,16 @@ from ..models.families.standard import StandardSchedule
 from ..results import Measurement, Status, Trial
 from ..runners import Runner, TimingPlan, TrialTerms
 from ..runners.command.command import Command
-from ..runners.emulate import EmulateRunner, EmulationTerms
-from ..runners.host import HostAgent
+from ..runners.host.client import HostAgent
+from ..runners.place.emulate import EmulateRunner, EmulationTerms
 from ..runners.runner import TrialRequest, WrappingRunner
 from ..space import Space
 
 if TYPE_CHECKING:
     from ..estimator import Estimator
     from ..estimator.estimate import Estimate
-    from .request import Request
-    from .task import Task
+    from .request.options import Request
+    from .request.target import Task
 
 EMULATE = "emulate"
 """The runner's name."""

@@ -13,7 +13,7 @@ from ..base.errors import StudyError, UsageError
 from ..results import Measurement, Trial, View
 from ..results.measurement import REFINEMENT
 from ..runners import Reference
-from ..runners.load import CHANGED_CORES
+from ..runners.trial.load import CHANGED_CORES
 from ..space import Config
 from .listener import SearchListener
 

@@ -119,7 +119,7 @@ def peak_rate(estimator: "Estimator") -> Callable[[Config], float]:
 
 def simulator(estimator: "Estimator", earlier: Sequence[Trial], concurrency: int | None, **terms: Any) -> Any:
     """Returns a runner that simulates a cluster. Its clock and its noise continue after `earlier` trials."""
-    from ..runners.simulate import SimulateRunner, SimulationTerms
+    from ..runners.place.simulate import SimulateRunner, SimulationTerms
 
     done = [each.measured for each in earlier if not each.pending]
     ends = [each.started + (each.seconds_total or 0.0) for each in done if each.started is not None]

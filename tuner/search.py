@@ -14,8 +14,8 @@ from ..results import Measurement, RunFolder, Status, Trial
 from ..results.measurement import DEFAULT, FALLBACK, REFINEMENT, USER
 from ..results.summary import best_so_far
 from ..runners import Runner, TrialRequest
-from ..runners.failure import NO_METRIC
-from ..runners.soak import SoakPlan
+from ..runners.trial.failure import NO_METRIC
+from ..runners.trial.soak import SoakPlan
 from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
 from .confirm import Confirmation, Soaking
@@ -158,7 +158,7 @@ class Search:
         """Compares a trial that began before a reference was known, beside the default configuration, with the present one."""
         if not measured.ok or measured.probe is None or request.reference is not None or trial.sampler == DEFAULT:
             return measured
-        from ..runners.numerics_check import numerics_mismatch
+        from ..runners.trial.numerics_check import numerics_mismatch
 
         reference = self._history.update().reference(trial.number)
         loss = measured.probe.quiet.loss  # the runner has checked the others

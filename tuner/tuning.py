@@ -13,18 +13,18 @@ from ..knobs.strategy import BLOCK_KNOBS
 from ..results import RunFolder, Trial, summary
 from ..runners.command.comparison import without_effect
 from ..runners.command.work import Commands
-from ..runners.soak import SoakPlan
+from ..runners.trial.soak import SoakPlan
 from ..space import Config
 from .budget import Stopwatch
 from .feasibility import HEADROOM, tight_winner
 from .listener import SearchListener
 from .predicting import peak_rate
-from .record import command_of, keep_command, plan_of
 from .refinement import refiner
-from .request import Request, taking
+from .request.options import Request, taking
+from .request.record import command_of, keep_command, plan_of
 from .result import Result, make_result
 from .search import Search
-from .search_setup import SearchSetup, set_up
+from .setup import SearchSetup, set_up
 from .trackers import logging_to
 
 
@@ -33,7 +33,7 @@ def tune(request: Request) -> Result:
     """Finds the configuration with the highest throughput.
 
     Args:
-        request: the fields of `redline.tuner.request.Request`, by name.
+        request: the fields of `redline.tuner.request.options.Request`, by name.
 
     Returns:
         The result; `result.best` is None if no trial succeeded; `result.why` has the reason, as does a warning without a

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.runners.host import HostAgent
+from redline.runners.host.client import HostAgent
 
 Row = dict[str, Any]
 

@@ -15,8 +15,8 @@ import transformers
 from redline.base.device import detect
 from redline.base.host_memory import MIB, shared_memory
 from redline.models.resolve import workload as preset
-from redline.runners.numerics_check import comparisons, numerics_mismatch, together
 from redline.runners.runner import Reference
+from redline.runners.trial.numerics_check import comparisons, numerics_mismatch, together
 from redline.schedule import build, create_schedule
 from redline.schedule.parallel import block_attention
 from redline.schedule.parallel.block_attention import AttentionOptions, Queries
@@ -279,12 +279,12 @@ def resume(setting: Setting) -> Iterator[Row]:
     from dataclasses import replace
 
     from redline.models.layouts.dcp import dcp_tensors
-    from redline.training.checkpoint.folder import CheckpointFolder
-    from redline.training.checkpoint.saver import Saver, latest
-    from redline.training.checkpoint.state import State
-    from redline.training.data import FromWorkload
-    from redline.training.hyperparameters import Hyperparameters
-    from redline.training.loop import Loop, LoopPlan
+    from redline.trainer.checkpoint.folder import CheckpointFolder
+    from redline.trainer.checkpoint.saver import Saver, latest
+    from redline.trainer.checkpoint.state import State
+    from redline.trainer.data import FromWorkload
+    from redline.trainer.hyperparameters import Hyperparameters
+    from redline.trainer.loop import Loop, LoopPlan
 
     if setting.cuda:  # otherwise attention's backward pass sums in any order
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

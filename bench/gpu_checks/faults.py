@@ -16,10 +16,10 @@ from redline.base.device import detect
 from redline.base.gpus import gpu_use
 from redline.models.resolve import workload as preset
 from redline.runners.dispatch import DryRuns
-from redline.runners.job import Job
-from redline.runners.local import LocalRunner
+from redline.runners.place.local import LocalRunner
 from redline.runners.runner import TrialRequest
-from redline.runners.timing import TimingPlan
+from redline.runners.trial.job import Job
+from redline.runners.trial.timing import TimingPlan
 from redline.runners.work import TrialTerms
 from redline.space import Config
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numerics_table as numerics
 import torch
-from redline.runners.process import kill_tree
+from redline.runners.host.process import kill_tree
 
 from . import Row, Setting
 

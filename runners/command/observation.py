@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .. import failure
-from ..timing import TimingPlan
+from ..trial import failure
+from ..trial.timing import TimingPlan
 
 FOLDER = "REDLINE_OBSERVE"
 """Environment variable with the folder that the observer writes to."""

@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 
 from ...base.reporting import FILE
-from .. import failure
-from ..load import Watch, family_s, foreign_cores
-from ..memory import GpuMemory, Shortage
-from ..process import builds_released, family
-from ..timing import Clock, Timing, TimingPlan, measure
+from ..host.process import builds_released, family
+from ..trial import failure
+from ..trial.load import Watch, family_s, foreign_cores
+from ..trial.memory import GpuMemory, Shortage
+from ..trial.timing import Clock, Timing, TimingPlan, measure
 from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
 from .observation import FOLDER, OBSERVER, Observation, ObservedTraining, Speed

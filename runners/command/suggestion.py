@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .. import failure
+from ..trial import failure
 
 _NUMBER = r"\d[\d,]*\.?\d*[kKMG]?"
 _UNITS = (

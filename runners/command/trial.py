@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ...results import Measurement, Status
-from .. import failure
-from ..timing import Timing, median_interval
+from ..trial import failure
+from ..trial.timing import Timing, median_interval
 from .comparison import observed_facts, printed_deviation
 from .objective import BESIDE, RATES, STEP_TIMES
 from .observation import ObservedTraining, Speed
 from .run import Run, RunTerms
 
 if TYPE_CHECKING:
-    from ..rank import RankContext
+    from ..trial.rank import RankContext
 
 
 STALLED = 0.1

@@ -21,8 +21,8 @@ from ...models.workload import Workload
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
-from ..function import reported_measurement
-from ..job import Job, Outcome, RankOutcome
+from ..trial.function import reported_measurement
+from ..trial.job import Job, Outcome, RankOutcome
 from ..work import LEAST_COMPILE_TIMEOUT_S, Work
 from .command import HIDDEN, Command
 from .comparison import EXACT, RequestedTraining, TrainingComparison
@@ -71,7 +71,7 @@ class Commands(Work):
     """
 
     in_turns = False
-    imports = ("redline.runners.supervisor", "redline.runners.command.run", "cloudpickle")
+    imports = ("redline.runners.host.supervisor", "redline.runners.command.run", "cloudpickle")
 
     def __init__(
         self,

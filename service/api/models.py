@@ -15,7 +15,7 @@ from ...base.option import Option, options_of
 from ...knobs.strategy import MAX_DEVICES
 from ...models.request import ModelRequest, SpaceRequest
 from ...runners.command.command import Command
-from ...tuner.request import RunRequest, SearchRequest
+from ...tuner.request.options import RunRequest, SearchRequest
 from ..records import MOST_PRIORITY, Role, SearchState, Visibility
 from ..request import LARGEST_FILE, TARGETS, digest
 

@@ -10,7 +10,7 @@ from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
 from redline.estimator.request import estimate_request
 from redline.models.request import TrainingRequest
-from redline.tuner.task import resolve_task
+from redline.tuner.request.target import resolve_task
 
 
 def test_the_commands_choose_alike_and_say_so():

@@ -149,7 +149,7 @@ def test_invalid_input_is_refused_before_predictions(capsys, tmp_path, monkeypat
         pytest.fail("predicted first")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("redline.tuner.search_setup.estimate_to_begin_with", predicted)
+    monkeypatch.setattr("redline.tuner.setup.estimate_to_begin_with", predicted)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "trials.csv").write_text("trial,status,throughput\n")
     code, _, err = run(capsys, "tune", "gpt2-tiny", *arguments)
@@ -181,7 +181,7 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
 def test_too_many_gpus_are_refused_with_both_numbers(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there = Device(type="cuda", name="NVIDIA H100", count=2, memory_mib=81_079, capability=(9, 0))
-    monkeypatch.setattr("redline.tuner.task.detect", lambda: there)
+    monkeypatch.setattr("redline.tuner.request.target.detect", lambda: there)
     code, _, err = run(capsys, "tune", "gpt2-tiny", "--devices", "4")
     assert code == 2
     assert "4 devices were requested, but there are 2 (NVIDIA H100)" in err

@@ -12,7 +12,7 @@ from redline.cli.progress import LineListener, TerminalListener
 from redline.results import Measurement, RunFolder, Status, Trial, summary
 from redline.results.measurement import REFINEMENT
 from redline.space import Config
-from redline.tuner import search_setup
+from redline.tuner import setup as search_setup
 from redline.tuner.listener import SearchListener, SearchPlan
 from redline.tuner.result import make_result
 from redline.tuner.search import Search

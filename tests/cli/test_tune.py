@@ -13,8 +13,8 @@ import yaml
 from command_line import run
 from redline.base.errors import UsageError
 from redline.tuner.predicting import described
-from redline.tuner.request import Request
-from redline.tuner.task import resolve_task
+from redline.tuner.request.options import Request
+from redline.tuner.request.target import resolve_task
 from tiers import tiered
 
 SPACE = """
@@ -414,7 +414,7 @@ def test_a_model_that_only_the_command_knows_is_no_obstacle(checkout, capsys):
 
 def test_the_command_that_repeats_a_run_has_the_texts_of_its_knobs_exactly():
     from redline.results import Measurement, Status, Trial
-    from redline.tuner.record import command_of
+    from redline.tuner.request.record import command_of
 
     space = rl.Space()
     space.choice("note", ["a  b", "c"])
@@ -432,7 +432,7 @@ def test_the_command_that_repeats_a_run_has_the_texts_of_its_knobs_exactly():
 
 def test_the_command_that_repeats_a_run_has_its_runner_and_limits():
     from redline.tuner.budget import parse_memory
-    from redline.tuner.record import command_of
+    from redline.tuner.request.record import command_of
 
     request = Request(
         "gpt2-tiny", runner="emulate", hardware="h100-80gb", devices=8, trial_timeout="30m", global_batch=64

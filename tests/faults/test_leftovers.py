@@ -15,7 +15,7 @@ from redline.base.scratch import OWNER, YOUNG_S, Scratch, sweep
 
 STARTS = """
 import sys, time
-from redline.runners.host import HostAgent
+from redline.runners.host.client import HostAgent
 agent = HostAgent(["json"])
 agent.wait_ready()
 print(agent.pid, flush=True)

@@ -97,7 +97,7 @@ HITS = {
     "the process that speaks to Ray is killed": ("ray_driver", signal.SIGKILL),
     "the process that speaks to Ray stands still": ("ray_driver", signal.SIGSTOP),
     "its guard is killed": ("ray_driver", signal.SIGKILL),
-    "the host agent is killed": ("redline.runners.agent", signal.SIGKILL),
+    "the host agent is killed": ("redline.runners.host.agent", signal.SIGKILL),
 }
 ONLY_A_HOST = ("the worker of a host is killed", "the worker of a host stands still", "the host agent is killed")
 """Ray and its other hosts go on after these."""

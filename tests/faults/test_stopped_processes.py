@@ -11,9 +11,9 @@ import pytest
 from processes import left_of
 from redline.base.errors import RunnerError
 from redline.results import Status
-from redline.runners import host
-from redline.runners.host import HostAgent
-from redline.runners.job import Job
+from redline.runners.host import client
+from redline.runners.host.client import HostAgent
+from redline.runners.trial.job import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -23,8 +23,8 @@ SOON_S = 2.0
 @pytest.fixture
 def agent(monkeypatch):
     for limit in ("BEGIN_S", "ANSWER_S"):
-        monkeypatch.setattr(host, limit, SOON_S)
-    made = HostAgent(["cloudpickle", "redline.runners.supervisor"])
+        monkeypatch.setattr(client, limit, SOON_S)
+    made = HostAgent(["cloudpickle", "redline.runners.host.supervisor"])
     yield made
     made.close()
 
@@ -93,7 +93,7 @@ def test_an_agent_stopped_during_its_start_is_started_again(agent):
 
 
 def test_a_stopped_agent_is_killed_when_closed(agent, monkeypatch):
-    monkeypatch.setattr(host, "CLOSE_S", SOON_S)
+    monkeypatch.setattr(client, "CLOSE_S", SOON_S)
     agent.wait_ready()
     os.kill(agent.pid, signal.SIGSTOP)
     agent.close()

@@ -217,9 +217,9 @@ def test_another_training_is_told_from_it(model, dry_run, two):
 @pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])
 def test_a_dry_run_tells_the_loss_that_exports_are_held_to(model, dry_run):
     from redline.base.device import detect
-    from redline.runners.local import LocalRunner
+    from redline.runners.place.local import LocalRunner
     from redline.runners.runner import TrialRequest
-    from redline.runners.timing import TimingPlan
+    from redline.runners.trial.timing import TimingPlan
     from redline.runners.work import TrialTerms
     from redline.space import Config
 

@@ -8,7 +8,7 @@ from redline.models.flops import flops_of
 from redline.models.mixing import mixing_of
 from redline.models.request import TrainingRequest, resolve
 from redline.models.spaces import default_space, lossy_of_space
-from redline.tuner.planning import training_space
+from redline.trainer.planning import training_space
 from torch import nn
 
 CPU = Device(type="cpu", name="CPU", count=2, memory_mib=8192)

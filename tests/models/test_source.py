@@ -9,7 +9,7 @@ import pytest
 import torch
 from redline.base.errors import WorkloadError
 from redline.models import flops_of, make_space, workload
-from redline.runners.job import Job, Rendezvous
+from redline.runners.trial.job import Job, Rendezvous
 from redline.schedule.comparison import allowance, loss_allowance
 from redline.training import Training
 

@@ -6,8 +6,8 @@ import cloudpickle
 import psutil
 import pytest
 from processes import left_of
-from redline.runners.host import HostAgent
-from redline.runners.job import Job, Outcome, Rendezvous
+from redline.runners.host.client import HostAgent
+from redline.runners.trial.job import Job, Outcome, Rendezvous
 
 
 class Bench:

@@ -18,9 +18,9 @@ import pytest
 from redline.base import gpus
 from redline.base.errors import RunnerError
 from redline.results import Status
-from redline.runners import agent as module
-from redline.runners.host import STARTS, HostAgent
-from redline.runners.job import Job
+from redline.runners.host import agent as module
+from redline.runners.host.client import STARTS, HostAgent
+from redline.runners.trial.job import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -160,7 +160,7 @@ def test_an_agent_ends_with_whoever_started_it(tmp_path):
     (tmp_path / "quick.py").write_text("")
     code = """
     import sys
-    from redline.runners.host import HostAgent
+    from redline.runners.host.client import HostAgent
     made = HostAgent(["quick"])
     made.wait_ready()
     print(made.pid, flush=True)

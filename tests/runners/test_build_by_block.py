@@ -11,10 +11,10 @@ from redline.estimator import Estimator, TrainingSetup
 from redline.models import Workload
 from redline.results import Status
 from redline.runners.dispatch import DryRuns
-from redline.runners.host import PLAIN_IMPORTS, HostAgent
-from redline.runners.local import LocalRunner
+from redline.runners.host.client import PLAIN_IMPORTS, HostAgent
+from redline.runners.place.local import LocalRunner
 from redline.runners.runner import TrialRequest
-from redline.runners.timing import TimingPlan
+from redline.runners.trial.timing import TimingPlan
 from redline.runners.work import TrialTerms
 from redline.schedule import build, create_schedule, materialise
 from redline.space import Config

@@ -13,16 +13,16 @@ import pytest
 from redline.base.device import detect
 from redline.results import Status
 from redline.runners import TrialRequest, TrialTerms
-from redline.runners.compiling import is_truncated, sweep_compiled
 from redline.runners.dispatch import DryRunner, Work
-from redline.runners.job import Job, Outcome, RankOutcome
+from redline.runners.trial.compiling import is_truncated, sweep_compiled
+from redline.runners.trial.job import Job, Outcome, RankOutcome
 from redline.space import Config
 
 DIGEST = "/tmp/torchinductor_ann/et/cetj4rebefjlz35pqzeimcnkaeww77natz5a6mdhts7arcss33kp"
 LIBRARY = next(Path(np.__file__).parent.glob("_core/*.so"))
 COMPILED = """
 import sys, torch, torch._inductor.codecache
-from redline.runners.compiling import sweep_compiled
+from redline.runners.trial.compiling import sweep_compiled
 if sys.argv[1] == "sweep":
     sweep_compiled()
 print(torch.compile(lambda x: torch.sin(x) * 3 + 1)(torch.zeros(8)).tolist())

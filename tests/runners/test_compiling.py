@@ -11,9 +11,9 @@ from redline.models import Workload
 from redline.results import Status
 from redline.runners import TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
-from redline.runners.dry_run import DryRun, DryRunReport
-from redline.runners.job import COLLECTIVE_MARGIN_S, Outcome, RankOutcome
-from redline.runners.timing import TimingPlan
+from redline.runners.trial.dry_run import DryRun, DryRunReport
+from redline.runners.trial.job import COLLECTIVE_MARGIN_S, Outcome, RankOutcome
+from redline.runners.trial.timing import TimingPlan
 from redline.space import Config
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -38,7 +38,7 @@ def compiled_sum(until):
 
 
 def watched(context):
-    from redline.runners.compiling import Compilation
+    from redline.runners.trial.compiling import Compilation
 
     return Compilation(context.compiling)
 
@@ -93,7 +93,7 @@ def test_ranks_wait_for_a_compiling_one_and_continue(bench):
     def program(context):
         import torch
         import torch.distributed as dist
-        from redline.runners.dry_run import join
+        from redline.runners.trial.dry_run import join
 
         join(context)
         watched(context)
@@ -113,7 +113,7 @@ def test_collectives_of_a_trial_wait_as_long_as_its_deadline_and_its_compilation
     def program(context):
         import torch
         import torch.distributed as dist
-        from redline.runners.dry_run import join
+        from redline.runners.trial.dry_run import join
 
         join(context)
         dist.barrier()  # rank 0 has the store that rank 1 joins by

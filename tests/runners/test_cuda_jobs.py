@@ -10,15 +10,16 @@ import cloudpickle
 import pytest
 import redline
 from redline.results import Status
-from redline.runners import compiling, host, supervisor
-from redline.runners.dry_run import DryRun
-from redline.runners.host import HostAgent
-from redline.runners.job import Begun, Job, Rendezvous
-from redline.runners.log import LogFile
-from redline.runners.memory import HostMemoryMeter
-from redline.runners.protocol import Caller, Channel, Received
-from redline.runners.rank import RankContext
-from redline.runners.timing import TimingPlan
+from redline.runners.host import client, supervisor
+from redline.runners.host.client import HostAgent
+from redline.runners.host.log import LogFile
+from redline.runners.host.protocol import Caller, Channel, Received
+from redline.runners.trial import compiling
+from redline.runners.trial.dry_run import DryRun
+from redline.runners.trial.job import Begun, Job, Rendezvous
+from redline.runners.trial.memory import HostMemoryMeter
+from redline.runners.trial.rank import RankContext
+from redline.runners.trial.timing import TimingPlan
 from redline.space import Config
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -46,7 +47,7 @@ def test_both_backends_use_the_interface_by_which_the_host_is_reached(monkeypatc
     def program(context):
         return os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
 
-    agent = HostAgent(["cloudpickle", "redline.runners.supervisor"])
+    agent = HostAgent(["cloudpickle", "redline.runners.host.supervisor"])
     try:
         job = Job(program=cloudpickle.dumps(program), rendezvous=Rendezvous(interface="eth7"), timeout_s=60)
         (rank,) = agent.run(job).ranks
@@ -84,15 +85,15 @@ def test_a_command_waits_for_the_memory_of_its_gpus(monkeypatch, job, waits):
 
 @pytest.mark.parametrize(("device", "patience"), [("cpu", 1), ("cuda", 2.5)])
 def test_a_client_waits_for_the_supervisor_s_teardown(monkeypatch, device, patience):
-    monkeypatch.setattr(host, "ANSWER_S", 1.0)
-    monkeypatch.setattr(host, "WAIT_S", 0.5)
-    monkeypatch.setattr("redline.runners.job.CUDA_TEARDOWN_S", host.TEARDOWN_S + 1)
-    monkeypatch.setattr(host, "kill_tree", lambda pid: None)
+    monkeypatch.setattr(client, "ANSWER_S", 1.0)
+    monkeypatch.setattr(client, "WAIT_S", 0.5)
+    monkeypatch.setattr("redline.runners.trial.job.CUDA_TEARDOWN_S", client.TEARDOWN_S + 1)
+    monkeypatch.setattr(client, "kill_tree", lambda pid: None)
     here, there = Pipe()
     call = Caller(here, str).begin("job")
     Received(Channel(there), call.number, "job", ()).note(Begun(os.getpid()))
     begin = time.monotonic()
-    outcome = host._outcome(call, Job(program=b"", device_type=device, timeout_s=0.1))
+    outcome = client._outcome(call, Job(program=b"", device_type=device, timeout_s=0.1))
     assert time.monotonic() - begin >= 0.1 + patience
     assert outcome.status is Status.TIMEOUT and f"did not answer for another {patience} s" in outcome.reason
 

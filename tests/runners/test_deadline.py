@@ -1,8 +1,8 @@
 """A trial's time and its compilations' time are counted separately, and each ends the trial."""
 
 import pytest
-from redline.runners.job import COLLECTIVE_MARGIN_S, Job
-from redline.runners.process import Deadline
+from redline.runners.host.process import Deadline
+from redline.runners.trial.job import COLLECTIVE_MARGIN_S, Job
 
 
 def test_without_compilation_it_is_the_trials_own_time():

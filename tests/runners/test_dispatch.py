@@ -10,8 +10,8 @@ from redline.models import Workload
 from redline.results import Status
 from redline.runners import Reference, TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
-from redline.runners.dry_run import DryRunReport
-from redline.runners.job import Outcome, RankOutcome
+from redline.runners.trial.dry_run import DryRunReport
+from redline.runners.trial.job import Outcome, RankOutcome
 from redline.space import Config
 
 MODEL = Workload(model=lambda: None, batch=lambda size, seed: (), loss=lambda output, batch: output, seq_len=1024)

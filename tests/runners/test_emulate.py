@@ -9,7 +9,7 @@ from redline.estimator.hardware import find_hardware
 from redline.estimator.wire import Wire
 from redline.results import Status
 from redline.runners import TimingPlan, TrialTerms
-from redline.runners.emulate import EmulateRunner, EmulationTerms, emulated_ranks, pipelines
+from redline.runners.place.emulate import EmulateRunner, EmulationTerms, emulated_ranks, pipelines
 from redline.runners.runner import TrialRequest
 from redline.space import Config
 from redline.training.world import World

@@ -10,9 +10,9 @@ from redline.base.device import detect
 from redline.models import Workload
 from redline.results import Status
 from redline.runners.dispatch import DryRuns
-from redline.runners.local import LocalRunner
+from redline.runners.place.local import LocalRunner
 from redline.runners.runner import TrialRequest
-from redline.runners.timing import TimingPlan
+from redline.runners.trial.timing import TimingPlan
 from redline.runners.work import TrialTerms
 from redline.space import Config
 from torch import distributed, nn

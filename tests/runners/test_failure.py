@@ -7,9 +7,9 @@ import pytest
 import torch
 from redline import OutOfMemory
 from redline.results import Status
-from redline.runners import failure, rank
-from redline.runners.job import Job
-from redline.runners.memory import MemoryMeter
+from redline.runners.trial import failure, rank
+from redline.runners.trial.job import Job
+from redline.runners.trial.memory import MemoryMeter
 
 CPU_ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "

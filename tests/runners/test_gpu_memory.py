@@ -12,15 +12,15 @@ from redline.base.device import Device
 from redline.base.gpus import GpuUse, gpu_use
 from redline.estimator import Estimator, TrainingSetup
 from redline.results import Measurement, RankReport, Status, Trial
-from redline.runners import memory
 from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
-from redline.runners.load import GpuWatch
-from redline.runners.memory import MIB, CudaMemoryMeter, GpuMemory, wait_for_room
-from redline.runners.rank import RankContext
 from redline.runners.runner import TrialRequest
+from redline.runners.trial import memory
+from redline.runners.trial.load import GpuWatch
+from redline.runners.trial.memory import MIB, CudaMemoryMeter, GpuMemory, wait_for_room
+from redline.runners.trial.rank import RankContext
 from redline.runners.work import TrialTerms
 from redline.space import Config
-from redline.tuner import search_setup
+from redline.tuner import setup as search_setup
 
 LLAMA = {"layers": 16, "hidden": 2048, "heads": 32, "vocabulary": 128_000}
 

@@ -265,8 +265,8 @@ def test_a_client_that_is_killed_takes_its_trials_with_it(tmp_path):
             sys.executable,
             "-c",
             "import cloudpickle, os, time\n"
-            "from redline.runners.host import HostAgent\n"
-            "from redline.runners.job import Job\n"
+            "from redline.runners.host.client import HostAgent\n"
+            "from redline.runners.trial.job import Job\n"
             "def program(context):\n"
             f"    open({str(pidfile)!r}, 'w').write(str(os.getpid()))\n"
             "    time.sleep(600)\n"

@@ -16,7 +16,7 @@ import redline
 from redline.base.device import Device, detect
 from redline.results import Measurement, Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
-from redline.runners.job import Job, Rendezvous
+from redline.runners.trial.job import Job, Rendezvous
 from redline.space import Config
 
 
@@ -33,7 +33,7 @@ class Program:
         context.turn.done()
         if context.world_size > 1:
             import torch.distributed as dist
-            from redline.runners.dry_run import join
+            from redline.runners.trial.dry_run import join
 
             join(context)
         while True:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redline as rl
 from redline.results import Status
-from redline.runners.process import builds_released, family, kill_tree
+from redline.runners.host.process import builds_released, family, kill_tree
 
 BUILD = """
 import importlib.util, os, runpy, sys, time

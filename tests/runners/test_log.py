@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from redline.runners.log import LogFile
+from redline.runners.host.log import LogFile
 
 
 @pytest.mark.parametrize("head", [0, 4, 100], ids=["at its end", "in the middle", "at once"])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from redline.runners.memory import MIB, CudaMemoryMeter
+from redline.runners.trial.memory import MIB, CudaMemoryMeter
 
 
 def test_a_process_of_several_gpus_is_limited_on_each_and_measured_by_the_fullest(monkeypatch):

@@ -7,10 +7,10 @@ import sys
 import pytest
 from redline.base.errors import RunnerError
 from redline.results import Status
-from redline.runners import ray_host
-from redline.runners.job import Outcome, RankOutcome
-from redline.runners.ray_cluster import Layout, lay_out
-from redline.runners.ray_host import merge
+from redline.runners.place import ray_host
+from redline.runners.place.ray_cluster import Layout, lay_out
+from redline.runners.place.ray_host import merge
+from redline.runners.trial.job import Outcome, RankOutcome
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -23,7 +23,7 @@ from redline.training import Training
 from redline.schedule.comparison import allowance, loss_allowance
 from redline.results import Status
 from redline.runners import RayRunner, TrialRequest, TrialTerms
-from redline.runners.job import Job, Rendezvous
+from redline.runners.trial.job import Job, Rendezvous
 
 folder = pathlib.Path(sys.argv[1])
 
@@ -63,8 +63,8 @@ def hangs(context):
 
 def compiles(context):
     import torch.distributed as dist
-    from redline.runners.compiling import Compilation
-    from redline.runners.dry_run import join
+    from redline.runners.trial.compiling import Compilation
+    from redline.runners.trial.dry_run import join
     compilation = Compilation(context.compiling, elsewhere=context.world_size > context.local_world_size)
     compilation.expected()
     join(context)
@@ -220,7 +220,7 @@ import threading, time
 import ray
 from redline.results import Status
 from redline.runners import job as jobs, ray_host
-from redline.runners.job import Job, Outcome
+from redline.runners.trial.job import Job, Outcome
 
 ray_host.STOP_S = jobs.TEARDOWN_S = 0.2
 jobs.CUDA_TEARDOWN_S = 5.0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from redline.base.device import Device
 from redline.models import make_space
 from redline.runners import Reference
-from redline.runners.numerics_check import numerics_mismatch, together
+from redline.runners.trial.numerics_check import numerics_mismatch, together
 from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.probe import take

@@ -10,7 +10,7 @@ from multiprocessing import Pipe
 
 import pytest
 from redline.base.errors import NotFound, RunnerError, UsageError
-from redline.runners.protocol import (
+from redline.runners.host.protocol import (
     Caller,
     Channel,
     RemoteError,

@@ -137,7 +137,7 @@ def test_a_host_without_gpus_plans_for_and_places_on_those_that_the_cluster_has_
 
 def test_a_training_uses_the_devices_of_its_run_if_the_cluster_has_them(two_kinds):
     code = (
-        "from redline.runners.ray_runner import kind_of_cluster\n"
+        "from redline.runners.place.ray_runner import kind_of_cluster\n"
         f"print([kind_of_cluster({two_kinds!r}, name).device.name for name in ({A100!r}, 'NVIDIA V100', None)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)

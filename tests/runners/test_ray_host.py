@@ -9,7 +9,7 @@ import psutil
 
 INNER = """
 import os
-from redline.runners.ray_host import _end_with_parent
+from redline.runners.place.ray_host import _end_with_parent
 raylet = os.getppid()
 print(os.getpid(), flush=True)
 _end_with_parent(raylet)

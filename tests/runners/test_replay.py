@@ -1,7 +1,7 @@
 """Replays steps of emulated ranks with the time of their communication."""
 
 import pytest
-from redline.runners.replay import play
+from redline.runners.place.replay import play
 from redline.training.emulation import Act, Entry, Kind, Message, StepTrace
 
 ALL = (0, 1)

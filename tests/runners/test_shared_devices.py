@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from redline.runners.local import SharedDevices
+from redline.runners.place.local import SharedDevices
 
 
 def test_devices_are_taken_in_order_and_given_back():

@@ -15,10 +15,10 @@ import cloudpickle
 import pytest
 from redline.base.host_memory import MIB, memory_groups
 from redline.results import Status
-from redline.runners.job import Begun, Job
-from redline.runners.memory import KernelLog, Shortage
-from redline.runners.protocol import DONE, NOTE, Channel, Received
-from redline.runners.supervisor import Supervisor
+from redline.runners.host.protocol import DONE, NOTE, Channel, Received
+from redline.runners.host.supervisor import Supervisor
+from redline.runners.trial.job import Begun, Job
+from redline.runners.trial.memory import KernelLog, Shortage
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -8,7 +8,7 @@ import torch
 from redline.models.data import ImageBatches
 from redline.models.huggingface import hugging_face_workload
 from redline.models.workload import Workload
-from redline.runners.soak import SoakPlan, SoakReport, soak
+from redline.runners.trial.soak import SoakPlan, SoakReport, soak
 from redline.training import Training
 
 CPU = torch.device("cpu")

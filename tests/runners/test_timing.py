@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from redline.runners import timing as timing_module
-from redline.runners.timing import HostClock, TimingPlan, measure, median_interval
+from redline.runners.trial import timing as timing_module
+from redline.runners.trial.timing import HostClock, TimingPlan, measure, median_interval
 
 
 class ScriptedClock(HostClock):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from redline.estimator import Estimator, TrainingSetup
-from redline.runners import rank
-from redline.runners.job import Job
+from redline.runners.trial import rank
+from redline.runners.trial.job import Job
 from redline.schedule import offloaded
 from redline.schedule.offloaded import OffloadedOptimizer
 from torch import nn

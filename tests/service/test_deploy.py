@@ -25,7 +25,7 @@ from house import ROOT
 from jsonschema import ValidationError
 from processes import until
 from redline.cli.main import redline as command_line
-from redline.runners.ray_host import free_port
+from redline.runners.place.ray_host import free_port
 from served import served
 
 DEPLOY = ROOT / "deploy"

@@ -8,8 +8,8 @@ from redline.base.errors import UsageError, WorkloadError
 from redline.models.architecture import Architecture
 from redline.models.server_model import ServerModel
 from redline.service.request import arguments, digest
-from redline.tuner.request import Request
-from redline.tuner.task import resolve_task
+from redline.tuner.request.options import Request
+from redline.tuner.request.target import resolve_task
 
 CPU = Device(type="cpu", name="cpu", count=1, memory_mib=1000)
 X = {"x": [1, 2]}

@@ -10,9 +10,9 @@ import pytest
 from redline.base.device import Device
 from redline.service.api.app import JsonLines, PlainLines
 from redline.service.request import arguments
-from redline.tuner.record import asked_of, command_of
-from redline.tuner.request import Request
-from redline.tuner.task import resolve_task
+from redline.tuner.request.options import Request
+from redline.tuner.request.record import asked_of, command_of
+from redline.tuner.request.target import resolve_task
 from served import SEARCH, served
 
 COMMAND = {"command": "python train.py {x}", "env": ["HF_TOKEN=hf_secret", "OMP_NUM_THREADS={x}", "EMPTY="]}

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="session")
 def kept_agent():
     """Replaces `HostAgent`: calls with the same environment return the same agent, which lasts until the session ends."""
-    from redline.runners.host import PLAIN_IMPORTS, HostAgent
+    from redline.runners.host.client import PLAIN_IMPORTS, HostAgent
 
     class KeptAgent(HostAgent):
         def close(self):
@@ -29,8 +29,8 @@ def kept_agent():
 @pytest.fixture(scope="session", autouse=True)
 def _one_agent(kept_agent):
     """Makes runners and searches in this process use the shared agent, which starts when it is first needed."""
-    from redline.runners import emulate, local
-    from redline.tuner import search_setup
+    from redline.runners.place import emulate, local
+    from redline.tuner import setup as search_setup
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "HostAgent", kept_agent)

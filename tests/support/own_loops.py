@@ -59,7 +59,7 @@ def make_points():
 
 def plain(model, dataset, loss_of, steps=STEPS, clip=CLIP):
     """Runs the loop in plain PyTorch on one process and returns losses and weights."""
-    from redline.training.data import FromDataset
+    from redline.trainer.data import FromDataset
 
     samples, optimizer, losses = FromDataset(dataset), make_optimizer(model.parameters()), []
     for step in range(steps):

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from redline.models.layouts.dcp import dcp_tensors
+from redline.trainer.checkpoint.folder import CheckpointFolder
+from redline.trainer.checkpoint.saver import Saver, latest
+from redline.trainer.checkpoint.state import State
+from redline.trainer.data import FromWorkload
+from redline.trainer.hyperparameters import Hyperparameters
+from redline.trainer.loop import Loop, LoopPlan
 from redline.training import Training
-from redline.training.checkpoint.folder import CheckpointFolder
-from redline.training.checkpoint.saver import Saver, latest
-from redline.training.checkpoint.state import State
-from redline.training.data import FromWorkload
-from redline.training.hyperparameters import Hyperparameters
-from redline.training.loop import Loop, LoopPlan
 
 CPU = torch.device("cpu")
 QUIET = {"log_every": 1, "save_minutes": 0}

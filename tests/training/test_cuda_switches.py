@@ -8,8 +8,8 @@ from redline.base.errors import WorkloadError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.kernels import products_of
 from redline.schedule.parallel.sharding import scale_gradients
+from redline.trainer.loop import HostCopy
 from redline.training import Training
-from redline.training.loop import HostCopy
 from redline.training.precision import Precision
 from torch import nn
 

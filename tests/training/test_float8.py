@@ -12,7 +12,7 @@ from redline.base.errors import ScheduleError, WorkloadError
 from redline.knobs.meaning import FLOAT8
 from redline.models.spaces import default_space, lossy_of_space, without_float8
 from redline.runners import Reference
-from redline.runners.numerics_check import numerics_mismatch, together, why_incomparable
+from redline.runners.trial.numerics_check import numerics_mismatch, together, why_incomparable
 from redline.schedule import build, create_schedule
 from redline.schedule.comparison import FLOOR, loss_allowance, unit_roundoff
 from redline.training import Training

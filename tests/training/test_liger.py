@@ -15,7 +15,7 @@ from numeric import caught, within
 from redline.base.device import liger_obstacle
 from redline.models.spaces import default_space
 from redline.runners import Reference
-from redline.runners.numerics_check import numerics_mismatch, together
+from redline.runners.trial.numerics_check import numerics_mismatch, together
 from redline.schedule import create_schedule
 from redline.schedule.liger import replace_modules
 from redline.training import Training

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from redline.models import Workload
 from redline.results.probe import Probe
 from redline.runners import Reference
-from redline.runners.numerics_check import numerics_mismatch, together
+from redline.runners.trial.numerics_check import numerics_mismatch, together
 from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.probe import take

@@ -17,8 +17,8 @@ from redline.models.request import TrainingRequest
 from redline.results import Measurement, Status, Trial
 from redline.space import Config
 from redline.tuner.confirm import Confirmation
+from redline.tuner.request.target import resolve_task
 from redline.tuner.result import make_result
-from redline.tuner.task import resolve_task
 from small_llama import small_llama
 
 H100 = find_hardware("h100-80gb")
@@ -53,7 +53,7 @@ def test_a_callable_has_no_default_space_to_add_to():
 
 def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
     gpu = resolve_task(TrainingRequest("gpt2-tiny"), simulated=H100).device
-    monkeypatch.setattr("redline.tuner.task.detect", lambda: gpu)
+    monkeypatch.setattr("redline.tuner.request.target.detect", lambda: gpu)
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
     assert "left out because they are lossy: precision=bf16_pure (see --allow lossy)" in out
     assert "hsdp" not in out

@@ -7,7 +7,7 @@ import sys
 import pytest
 from listeners import RecordingListener
 from redline.results import Measurement, Status, Trial
-from redline.runners.load import HostLoad, Watch, foreign_cores
+from redline.runners.trial.load import HostLoad, Watch, foreign_cores
 from redline.space import Config
 from redline.tuner.history import Conditions, History, at_first_speed
 

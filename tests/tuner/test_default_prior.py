@@ -12,10 +12,10 @@ from redline.estimator import Estimator, Shape, TrainingSetup, find_hardware
 from redline.results import Measurement, Status, Trial
 from redline.space import Space
 from redline.tuner.default_prior import CPU, assumed_hardware, default_prior
-from redline.tuner.request import Request
+from redline.tuner.request.options import Request
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.posterior import SearchPosterior, SurrogatePrior
-from redline.tuner.search_setup import set_up
+from redline.tuner.setup import set_up
 
 H100 = find_hardware("h100-80gb")
 TOTAL = 64

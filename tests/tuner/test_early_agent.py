@@ -11,9 +11,9 @@ import pytest
 import redline as rl
 from redline.estimator import measuring
 from redline.models.request import TrainingRequest
-from redline.runners.host import HostAgent
-from redline.tuner import search_setup
-from redline.tuner.task import resolve_task
+from redline.runners.host.client import HostAgent
+from redline.tuner import setup as search_setup
+from redline.tuner.request.target import resolve_task
 from torch import nn
 
 

@@ -167,7 +167,7 @@ def test_a_search_begins_with_it_and_has_a_gain_to_report(finished, capsys):
 def test_a_resumed_search_keeps_its_trial_0(finished, monkeypatch):
     _, out, how = finished
     # The estimate of a measured machine may have changed since.
-    monkeypatch.setattr("redline.tuner.search_setup.first_trial", lambda space, *rest: first_trial(space, None))
+    monkeypatch.setattr("redline.tuner.setup.first_trial", lambda space, *rest: first_trial(space, None))
     result = rl.tune("gpt2-tiny", trials=5, out=out, resume=True, **how)
     assert [trial.sampler for trial in result.all_trials].count("default") == 1
     assert len(result.all_trials) == 5

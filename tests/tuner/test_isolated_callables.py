@@ -245,7 +245,7 @@ def test_ray_runs_the_calls_on_request(tmp_path):
         if config["how"] == "exits":
             os._exit(5)
         parents = open(f"/proc/{os.getppid()}/cmdline").read()
-        return 1.0 if "redline.runners.agent" in parents else 0.5
+        return 1.0 if "redline.runners.host.agent" in parents else 0.5
 
     result = rl.tune(fn, space, trials=2, sampler="grid", runner="ray", out=sys.argv[1])
     print(sorted((t.config["how"], str(t.measurement.status), t.measurement.throughput) for t in result.all_trials))

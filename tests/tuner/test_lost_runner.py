@@ -9,7 +9,7 @@ from listeners import RecordingListener
 from redline.base.errors import RunnerError
 from redline.results import Measurement, Status
 from redline.runners import Runner
-from redline.tuner import search_setup
+from redline.tuner import setup as search_setup
 from redline.tuner.search import ATTEMPTS
 
 

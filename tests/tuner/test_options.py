@@ -19,7 +19,7 @@ from redline.cli.options import file_fields, options_for
 from redline.runners.command.command import Command
 from redline.service.api.models import CommandForm, SearchForm, form
 from redline.service.request import TARGETS, TRAVELLING
-from redline.tuner.request import SECTIONS, Request
+from redline.tuner.request.options import SECTIONS, Request
 
 ONLY_PYTHON = {"direction", "isolate", "prior", "begin_with", "listener"}
 """Arguments that are objects or belong to a callable."""

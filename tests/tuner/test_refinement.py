@@ -143,7 +143,7 @@ def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
 def test_blocks_can_be_fixed_so_that_a_winner_can_be_measured_again():
     from redline.cli.options import fixes_of
     from redline.models.request import TrainingRequest
-    from redline.tuner.task import resolve_task
+    from redline.tuner.request.target import resolve_task
 
     task = resolve_task(TrainingRequest("gpt2-tiny", fix=fixes_of(("micro_batch=8", "strategy=0-1:ckpt 2:- 3-5:ckpt"))))
     config = task.space.default()

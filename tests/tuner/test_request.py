@@ -12,7 +12,7 @@ from redline.frameworks.launch import LAUNCHES
 from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
 from redline.runners.registry import RUNNERS
-from redline.tuner.request import SEARCH_RUNNERS, Request, in_python
+from redline.tuner.request.options import SEARCH_RUNNERS, Request, in_python
 from redline.tuner.samplers import sampler_names
 from redline.tuner.trackers import TRACKERS
 

@@ -11,7 +11,7 @@ from redline.base.errors import UsageError
 from redline.results import Measurement, Status, Trial
 from redline.results.again import judged
 from redline.runners import Runner
-from redline.runners.soak import SLACK, SoakPlan
+from redline.runners.trial.soak import SLACK, SoakPlan
 from redline.space import Config
 from redline.tuner.budget import Budget, Stopwatch
 from redline.tuner.search import Search

@@ -8,7 +8,7 @@ import pytest
 from redline.results import Measurement, Status
 from redline.runners.command.trial import CommandReport
 from redline.runners.command.work import _combined
-from redline.runners.job import Outcome, RankOutcome
+from redline.runners.trial.job import Outcome, RankOutcome
 
 SCRIPT = r"""
 import os, sys, time

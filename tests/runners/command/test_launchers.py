@@ -15,8 +15,8 @@ from redline.frameworks.registry import LAUNCHERS, find_launcher
 from redline.runners.command.command import Command
 from redline.runners.command.work import Commands
 from redline.space import Space
-from redline.tuner.request import Request
-from redline.tuner.task import resolve_task
+from redline.tuner.request.options import Request
+from redline.tuner.request.target import resolve_task
 from without_triton import WITHOUT_TRITON
 
 NOTHING = Command(command="")

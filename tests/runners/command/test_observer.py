@@ -7,7 +7,7 @@ import pytest
 import redline as rl
 from redline.runners.command.command import Command
 from redline.runners.command.observation import FOLDER, OBSERVER, Observation
-from redline.runners.timing import TimingPlan
+from redline.runners.trial.timing import TimingPlan
 from trainers import ENVIRONMENT, rows, seconds
 
 ORDERED = [row for row in rows() if row.values[0].order and row.values[0].optimizers and not row.values[0].fails]

@@ -20,7 +20,7 @@ from redline.runners.command import run as run_module
 from redline.runners.command.command import Command
 from redline.runners.command.trial import outcome
 from redline.runners.command.work import Commands
-from redline.runners.host import HostAgent
+from redline.runners.host.client import HostAgent
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 

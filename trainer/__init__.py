@@ -1,0 +1,1 @@
+"""Training for real: data, checkpoints, the loop, `redline train` and `redline.accelerate`."""

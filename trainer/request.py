@@ -1,0 +1,274 @@
+"""Request of a training: the arguments of `redline.train` and of the command line, and rules for resuming."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from ..base.errors import UsageError, unknown
+from ..base.option import Option, either, options_of
+from ..base.reading import LARGEST_DOCUMENT, Malformed, absolute, parse_yaml, path_of, read_named, with_power
+from ..models.layouts.hugging_face import difference, own_tokenizer
+from ..models.lora import check_lora
+from ..runners.registry import RUNNERS
+from ..tuner.budget import parse_memory
+from ..tuner.trackers import TRACKERS
+from .data import DataPlan
+from .data.order import BYTES
+from .hyperparameters import Hyperparameters
+from .loop import LoopPlan
+
+
+def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "TrainRequest":
+    """Returns the request with the tokenizer of the checkpoint that it starts from, if its data is text and it names
+    no tokenizer.
+
+    Args:
+        request: the request.
+        say: receives a message if another tokenizer is given than the weights were trained with, or if there is none.
+
+    Raises:
+        WorkloadError: the data does not exist, or a tokenizer cannot be loaded.
+    """
+    if request.weights is None or not request.paths:
+        return request
+    source_tokenizer = own_tokenizer(request.weights)
+    if request.tokenizer is None:
+        if source_tokenizer is not None:
+            return replace(request, tokenizer=str(source_tokenizer))
+        say(
+            f"'{request.weights}' has no tokenizer and none is given: text is read by bytes; --tokenizer names a folder of one"
+        )
+    elif source_tokenizer is not None and request.tokenizer == BYTES:
+        say(
+            f"text is read by bytes, as requested, but the weights were trained with the tokenizer in '{source_tokenizer}'"
+        )
+    elif source_tokenizer is not None and (
+        tokenizer_difference := difference(Path(request.tokenizer), source_tokenizer)
+    ):
+        say(
+            f"the tokenizer in '{request.tokenizer}' differs from the one in '{source_tokenizer}', with which the "
+            f"weights were trained: {tokenizer_difference}; without --tokenizer the checkpoint's is used"
+        )
+    return request
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """The start of a training: its source, devices and outputs.
+
+    Args:
+        source: a run's folder or its best.yaml, to train its winner; a model, for which a configuration is planned;
+            or, to resume, the training's own folder.
+        out: folder of the training; by default `train/NAME`.
+        resume: continue the training in the folder.
+        devices: number of devices; by default that of the configuration, or the previous one. Another number is
+            replanned.
+        workload: FILE:NAME of the source's workload, if its file has moved.
+        memory_limit: memory of a device, MiB or as in `8GiB`; another limit than before is replanned.
+        runner: runner of the ranks, a name in `redline.runners.registry.RUNNERS`.
+        ray_address: a Ray cluster to join.
+        weights: a checkpoint of another tool to start from, such as a Hugging Face model's folder.
+        lora: train adapters only, such as `r=16`.
+        seq_len: tokens of a sample, in place of the run's.
+        global_batch: samples of an optimizer step, in place of the run's.
+        fix: knobs of the configuration, in place of the winner's.
+        log_to: trackers that the training is logged to, see `redline.tuner.trackers.TRACKERS`.
+    """
+
+    source: str | Path = field(kw_only=False)
+    out: Annotated[
+        str | Path | None, Option("Folder of the training.  [default: train/NAME, or NAME-2, ...]", metavar="DIR")
+    ] = None
+    resume: Annotated[bool, Option("Continue the training in the folder.")] = False
+    devices: Annotated[
+        int | None,
+        Option("Devices; another number is replanned.  [default: as before]", type=int, least=1, metavar="N"),
+    ] = None
+    workload: Annotated[str | None, Option("The workload of SOURCE, if its file has moved.", metavar="FILE:NAME")] = (
+        None
+    )
+    memory_limit: Annotated[
+        str | float | None,
+        Option("Memory of a device, such as 8GiB; another limit is replanned.", check=parse_memory, metavar="SIZE"),
+    ] = None
+    runner: Annotated[str, Option(f"Where ranks run: {either(RUNNERS)}.", choices=RUNNERS, metavar="NAME")] = "local"
+    ray_address: Annotated[
+        str | None, Option("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
+    ] = None
+    weights: Annotated[
+        str | Path | None,
+        Option("A checkpoint to start from, such as a Hugging Face folder.", flag="from", metavar="DIR"),
+    ] = None
+    lora: Annotated[
+        str | None,
+        Option("Train adapters only: r, alpha, target=a+b, dropout.", check=check_lora, metavar="KNOB=V,..."),
+    ] = None
+    seq_len: Annotated[
+        int | None, Option("Sequence length, tokens.  [default: the run's]", type=int, least=1, metavar="N")
+    ] = None
+    global_batch: Annotated[
+        int | None, Option("Samples per optimizer step.  [default: the run's]", type=int, least=1, metavar="N")
+    ] = None
+    fix: Annotated[
+        Mapping[str, Any] | None, Option("A knob, in place of the winner's.", metavar="KNOB=V", many=True)
+    ] = None
+    log_to: Annotated[
+        str | Sequence[str] | None,
+        Option(f"Log the training to {either(TRACKERS)}; repeatable.", metavar="NAME", many=True),
+    ] = ()
+
+    @cached_property
+    def limit_mib(self) -> float | None:
+        """Requested memory limit of a device, MiB. Raises UsageError if it is invalid."""
+        return parse_memory(self.memory_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
+    """Request of a training, in four sections. Paths become absolute, because it may be resumed from another folder.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    stated: tuple[str, ...] = ()
+    """Fields that were given explicitly: they count even if they equal the default."""
+
+    def __post_init__(self) -> None:
+        for section in (LoopPlan, Hyperparameters, DataPlan):
+            section.__post_init__(self)
+        for name in ("tokenizer", "weights"):
+            if (value := getattr(self, name)) is not None and (name, value) != ("tokenizer", BYTES):
+                object.__setattr__(self, name, absolute(value))
+        object.__setattr__(self, "paths", tuple(absolute(path) for path in self.paths))
+        if self.ray_address is not None and self.runner != "ray":
+            raise UsageError(f"ray_address={self.ray_address} has no effect on the runner '{self.runner}'")
+
+    @staticmethod
+    def again(source: str | Path, request_document: Mapping[str, Any], **starts: Any) -> "TrainRequest":
+        """Restores a request from train.yaml."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in request_document.items()
+        }
+        return TrainRequest(**{**values, "source": source, **starts})
+
+    def section(self, kind: type) -> Any:
+        """Returns one of its sections: `Hyperparameters`, `LoopPlan` or `DataPlan`."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
+
+    def given(self) -> dict[str, Any]:
+        """Returns the values that differ from the default or are `stated`, by name."""
+        values = {}
+        for request_field in fields(self):
+            value = getattr(self, request_field.name)
+            is_set = request_field.name in self.stated or value != request_field.default
+            if request_field.name not in OF_A_START and value is not None and is_set:
+                values[request_field.name] = as_listed(value)
+        return values
+
+
+def as_listed(value: Any) -> Any:
+    """Converts a value to its form in train.yaml: a sequence to a list."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+OF_A_START = ("source", "out", "resume", "stated", "workload", "runner", "ray_address")
+"""Fields that describe one start of the training rather than the training."""
+MAY_CHANGE = (
+    *OF_A_START,
+    "devices",
+    "memory_limit",
+    "fix",
+    "log_to",
+    "steps",
+    "lr_steps",
+    *(field.name for field in fields(LoopPlan)),
+)
+"""Fields that may change when a training is resumed: they affect the length of the training, not its results."""
+SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
+"""Sections of a request, in reading order."""
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Reads a YAML file with values of `Hyperparameters`, `LoopPlan` and `DataPlan`, by the names of their fields.
+
+    Raises:
+        UsageError: the file cannot be read, or a name or the kind of a value is unknown.
+    """
+    settings_path = path_of(path)
+    try:
+        values = parse_yaml(read_named(settings_path, at_most=LARGEST_DOCUMENT))
+    except (OSError, Malformed) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"the settings in {settings_path} cannot be read: {why}") from error
+    sections = (DataPlan, Hyperparameters, LoopPlan)
+    setting_options = {field.name: (field, option) for section in sections for field, option in options_of(section)}
+    del setting_options["paths"]
+    if not isinstance(values, dict):
+        raise UsageError(f"the settings in {settings_path} must be a mapping, such as `warmup: 100`")
+    settings = {}
+    for name, value in values.items():
+        if name not in setting_options:
+            raise UsageError(f"the settings in {settings_path}: {unknown('setting', name, setting_options)}")
+        field, option = setting_options[name]
+        settings[name] = tuple(map(with_power, value)) if isinstance(value, list) else with_power(value)
+        kind = (
+            type(field.default) if isinstance(field.default, (bool, tuple)) else str if option.type is None else object
+        )
+        if value is None or not isinstance(settings[name], kind):
+            raise UsageError(
+                f"the settings in {settings_path}: {name} cannot be {value!r}; its default is {field.default!r}"
+            )
+    return settings
+
+
+def taken_up(request: TrainRequest, request_document: Mapping[str, Any]) -> TrainRequest:
+    """Returns the request to continue a training. Fixed knobs are added to the previous ones, and replace their values.
+
+    Raises:
+        UsageError: it contradicts the training's request; the message names the field.
+    """
+    previous, changes = TrainRequest.again(request.source, request_document), request.given()
+    previous_values = previous.given()
+    for name, value in changes.items():
+        if name not in MAY_CHANGE and value != as_listed(getattr(previous, name)):
+            raise UsageError(
+                f"the training in '{request.out or request.source}' has {name}="
+                f"{previous_values.get(name, 'the default')}, and cannot continue with {value!r}; start another one for that"
+            )
+    if previous.fix and "fix" in changes:
+        changes["fix"] = {**previous.fix, **changes["fix"]}
+    starts = {name: getattr(request, name) for name in OF_A_START if name != "source"}
+    return TrainRequest.again(request.source, request_document, **{**changes, **starts})
+
+
+def with_schedule(request: TrainRequest, previous: TrainRequest, step: int) -> tuple[TrainRequest, str | None]:
+    """Returns a request with another number of steps, whose learning rate continues by the previous schedule, and a
+    note for the user; None if the schedule needs no note.
+
+    The schedule is stretched to the new number of steps only if that does not change the learning rate at the current
+    step, as in the stable part of `wsd`; otherwise the rate would jump.
+    """
+    old, new = previous.section(Hyperparameters), request.section(Hyperparameters)
+    old_factor, horizon = old.lr_factor(step), old.lr_steps or old.steps
+    if new.lr_factor(step) == old_factor:
+        return request, None
+    if request.lr_steps == previous.lr_steps:
+        request = replace(request, lr_steps=horizon)
+        continued = request.section(Hyperparameters)
+        end = f" to {_rate(continued, horizon)}, where it stays" if request.steps > horizon else ""
+        return request, (
+            f"the learning rate continues by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
+            f"lr_steps: {request.steps} in --settings lets it fall over all {request.steps}, from {_rate(new, step)}"
+        )
+    return request, (
+        f"by lr_steps={request.lr_steps} the learning rate jumps from {_rate(old, step)} to {_rate(new, step)} at step {step}"
+    )
+
+
+def _rate(hyper: Hyperparameters, step: int) -> str:
+    """Returns the learning rate of a step as text."""
+    factor = hyper.lr_factor(step)
+    return f"{factor * hyper.lr:.2e}" if hyper.lr is not None else f"{100 * factor:.0f} % of the highest"
