@@ -177,8 +177,8 @@ def times(rows: dict[str, Any], models: list[str], turns: int, seconds: float) -
 
 
 def in_turns(sides: Sides, config: dict[str, Any], turns: int) -> dict[str, Any]:
-    """Median steps of both sides, ms, and what else ran meanwhile."""
-    real_ms, emulated_ms, modelled, foreign, spread = [], [], [], [], []
+    """Median steps of both sides, ms."""
+    real_ms, emulated_ms, modelled, spread = [], [], [], []
     for _ in range(turns):
         real, emulated = sides.run(sides.real, config), sides.run(sides.deciding, config)
         if reason := failed(real, emulated):
@@ -187,14 +187,12 @@ def in_turns(sides: Sides, config: dict[str, Any], turns: int) -> dict[str, Any]
         emulated_ms.append(emulated.step_ms)
         modelled.append(emulated.seconds_modelled * 1e3)
         spread.append(emulated.step_ms_spread)
-        foreign.append(real.foreign_cores or 0.0)
     return {
         "why": "",
         "real_ms": statistics.median(real_ms),
         "emulated_ms": statistics.median(emulated_ms),
         "modelled_ms": statistics.median(modelled),
         "spread_ms": statistics.median(spread),
-        "foreign_cores": statistics.median(foreign),
         "real_memory_mib": real.peak_memory_mib,
         "emulated_memory_mib": emulated.peak_memory_mib,
     }
@@ -244,10 +242,9 @@ def written(rows: dict[str, Any]) -> str:
         ]
     if found := parts["time"]:
         apart = [abs(off(row["emulated_ms"], row["real_ms"])) for row in found]
-        foreign = statistics.median(row["foreign_cores"] for row in found)
         out += [
             f"Step time of {len(apart)} configurations: median error {statistics.median(apart):.1f} %, largest "
-            f"{max(apart):.1f} %; other processes took {foreign:.1f} cores meanwhile (median). Real and emulated, ms:",
+            f"{max(apart):.1f} %. Real and emulated, ms:",
             "",
             *grid(found, time_cell),
             "",
@@ -255,14 +252,13 @@ def written(rows: dict[str, Any]) -> str:
     if found := parts["ranking"]:
         memories = spearman(*([row[name] for row in found] for name in ("real_memory_mib", "emulated_memory_mib")))
         steps = spearman(*([row[name] for row in found] for name in ("real_ms", "emulated_ms")))
-        foreign = statistics.median(row["foreign_cores"] for row in found)
         apart = [abs(off(row["emulated_memory_mib"], row["real_memory_mib"])) for row in found]
         slower = [off(row["emulated_ms"], row["real_ms"]) for row in found]
         out += [
             f"{len(found)} configurations of llama-tiny on 8 ranks: Spearman's correlation with real ranks is {memories:.3f} "
             f"for memory and {steps:.3f} for step time. Memory of the fullest rank is off by {statistics.median(apart):.1f} % "
             f"(median), {max(apart):.1f} % at most. Emulated steps are {-statistics.median(slower):.0f} % shorter (median, "
-            f"{-max(slower):.0f} to {-min(slower):.0f} %), while other processes took {foreign:.1f} cores from the real ones.",
+            f"{-max(slower):.0f} to {-min(slower):.0f} %).",
             "",
         ]
     return "\n".join(out)

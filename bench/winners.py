@@ -3,9 +3,8 @@
     python bench/winners.py --models gpt2-tiny llama-tiny --searches 10 --out bench/results/winners.json
 
 Runs searches beside a process that alternates randomly between keeping a core busy and resting. Afterwards, without
-the load, every configuration that ran is measured again, all of them in memory and in turns of half a second, the
-fastest ones for longer. The result is the winner's true throughput relative to the best one's; the goal is 0.97 in
-nine of ten searches.
+the load, every configuration that ran is measured again, one after the other, the fastest ones in several rounds. The
+result is the winner's true throughput relative to the best one's; the goal is 0.97 in nine of ten searches.
 """
 
 import argparse
@@ -22,16 +21,13 @@ from pathlib import Path
 
 import redline as rl
 from redline.base.device import detect, usable_cores
-from redline.results import Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.trial.timing import median_interval
 
 NEAR = 0.9
 """Share of the best first result above which a configuration is measured for longer."""
 FIRST_SECONDS = 3.0
-"""Seconds of the first measurement of each configuration, doubled."""
-PATIENCE_S = 60.0
-"""Additional seconds of a round if other load keeps the machine busy."""
+"""Seconds of the first measurement of each configuration."""
 
 
 def disturb(seed: int, shortest: float, longest: float) -> None:
@@ -44,11 +40,9 @@ def disturb(seed: int, shortest: float, longest: float) -> None:
         time.sleep(draw.uniform(shortest, longest))
 
 
-def in_turns(workload, trials, *, rounds: int, seconds: float) -> tuple[dict[str, list[float]], float]:
-    """Returns the deviation of each configuration, by id, from the mean of all in every turn, and that mean.
-
-    All configurations are in memory. Both values are logarithms of throughputs; only the mean contains the influence
-    of the machine on a whole turn.
+def alternating(workload, trials, *, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Returns the deviation of each configuration, by id, from the mean of all in every round, as logarithms of
+    throughputs. In a round each configuration is built and measured once, for up to `seconds`.
     """
     device = detect()
     terms = TrialTerms(
@@ -57,58 +51,59 @@ def in_turns(workload, trials, *, rounds: int, seconds: float) -> tuple[dict[str
         threads=usable_cores() if device.type == "cpu" else None,
         plan=TimingPlan(seconds=seconds),
     )
-    apart: dict[str, list[float]] = {}
-    means: list[float] = []
-    requests = [TrialRequest(config=trial.config, number=trial.number) for trial in trials]
+    deviations: dict[str, list[float]] = {trial.config.id: [] for trial in trials}
     with LocalRunner(workload, terms) as runner:
         runner.wait_ready()
-        for _ in range(rounds):
-            found = runner.take_turns(requests, [trial.measurement for trial in trials], PATIENCE_S)
-            if found is None:
-                raise SystemExit("the configurations of a search do not fit into memory together")
-            ran = [(trial, turns) for trial, turns in zip(trials, found, strict=True) if turns[0].status is Status.OK]
-            for turn in zip(*(turns for _, turns in ran), strict=True):
-                logs = [math.log(each.throughput) for each in turn]
-                means.append(statistics.fmean(logs))
-                for (trial, _), each in zip(ran, logs, strict=True):
-                    apart.setdefault(trial.config.id, []).append(each - means[-1])
-    return apart, statistics.median(means)
+        for round_ in range(rounds):
+            # Another one begins each round, so that none is always measured after the same one.
+            order = [*trials[round_ % len(trials) :], *trials[: round_ % len(trials)]]
+            measurements = [runner.run(TrialRequest(config=trial.config, number=trial.number)) for trial in order]
+            logs = {
+                trial.config.id: math.log(measured.throughput)
+                for trial, measured in zip(order, measurements, strict=True)
+                if measured.ok
+            }
+            mean = statistics.fmean(logs.values())
+            for name, value in logs.items():
+                deviations[name].append(value - mean)
+    return {name: values for name, values in deviations.items() if values}
 
 
 def throughputs_of(
     workload, trials, winner: str, *, rounds: int, seconds: float
 ) -> tuple[dict[str, float], float, float]:
-    """Returns the throughput of each trial's configuration, by id, on a quiet machine, the fastest ones measured for
-    longer.
+    """Returns the throughput of each trial's configuration, by id, on a quiet machine, relative to the best; the fastest
+    ones are measured in several rounds.
 
     Args:
         workload: workload of the search.
         trials: trials that ran.
         winner: id of the configuration that the search chose.
         rounds: number of times that the fastest ones are built and measured.
-        seconds: seconds of each such measurement, doubled.
+        seconds: seconds of each such measurement.
 
     Returns:
-        The throughputs, the winner's relative to the best's, and half of its 95 % interval.
+        Throughputs relative to the best, the winner's, and half of its 95 % interval.
     """
-    first, level = in_turns(workload, trials, rounds=1, seconds=FIRST_SECONDS)
-    whole = {name: statistics.median(each) for name, each in first.items()}
-    floor = max(whole.values()) + math.log(NEAR)
-    near = [trial for trial in trials if whole.get(trial.config.id, -math.inf) >= floor or trial.config.id == winner]
+    relative = {
+        name: statistics.median(values)
+        for name, values in alternating(workload, trials, rounds=1, seconds=FIRST_SECONDS).items()
+    }
+    floor = max(relative.values()) + math.log(NEAR)
+    near = [t for t in trials if relative.get(t.config.id, -math.inf) >= floor or t.config.id == winner]
+    deviations: dict[str, list[float]] = {}
     if len(near) > 1:
-        apart, level = in_turns(workload, near, rounds=rounds, seconds=seconds)
-        found = {name: statistics.median(each) for name, each in apart.items()}
+        deviations = alternating(workload, near, rounds=rounds, seconds=seconds)
+        medians = {name: statistics.median(values) for name, values in deviations.items()}
         # Other configurations keep their first ratio.
-        shift = statistics.fmean(found[name] - whole[name] for name in found)
-        whole = {name: found.get(name, value + shift) for name, value in whole.items()}
-    throughputs = {name: math.exp(each + level) for name, each in whole.items()}
-    best = max((trial.config.id for trial in near), key=whole.get)
+        shift = statistics.fmean(medians[name] - relative[name] for name in medians)
+        relative = {name: medians.get(name, value + shift) for name, value in relative.items()}
+    best = max((trial.config.id for trial in near), key=relative.get)
+    shares = {name: math.exp(value - relative[best]) for name, value in relative.items()}
     if best == winner:
-        return throughputs, 1.0, 0.0
-    middle, within = median_interval(
-        [winner_log - best_log for winner_log, best_log in zip(apart[winner], apart[best], strict=True)]
-    )
-    return throughputs, math.exp(middle), within * math.exp(middle)
+        return shares, 1.0, 0.0
+    middle, within = median_interval([a - b for a, b in zip(deviations[winner], deviations[best], strict=True)])
+    return shares, math.exp(middle), within * math.exp(middle)
 
 
 def one(model: str, seed: int, options: argparse.Namespace) -> dict:
@@ -147,10 +142,7 @@ def one(model: str, seed: int, options: argparse.Namespace) -> dict:
                 "true": true.get(trial.config.id),
                 "first": trial.first,
                 "remeasured": trial.remeasured,
-                **{
-                    name: getattr(trial.measurement, name)
-                    for name in ("status", "throughput", "machine_speed", "foreign_cores")
-                },
+                **{name: getattr(trial.measurement, name) for name in ("status", "throughput")},
             }
             for trial in result.all_trials
         ],
@@ -162,10 +154,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["gpt2-tiny", "llama-tiny"])
     parser.add_argument("--searches", type=int, default=10, help="in all, the models in turn")
     parser.add_argument("--trials", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=2, help="of measuring those near the top at length")
-    parser.add_argument(
-        "--seconds", type=float, default=12.0, help="that each such round measures a configuration, doubled"
-    )
+    parser.add_argument("--rounds", type=int, default=6, help="of measuring those near the top at length")
+    parser.add_argument("--seconds", type=float, default=12.0, help="that each such round measures a configuration")
     parser.add_argument("--shortest", type=float, default=5.0, help="that the load stays or is away, s")
     parser.add_argument("--longest", type=float, default=40.0)
     parser.add_argument("--out", type=Path)

@@ -103,11 +103,6 @@ class LineListener(ProgressListener):
             about = f", about {words.duration(seconds_left)} left" if (seconds_left := self._left(seconds)) else ""
             self._print(f"measuring the leaders again: {_turn(done, total)}{about}: {_numbers(leaders)}")
 
-    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
-        self._print(
-            f"measuring the leaders again, in short turns, about {words.duration(seconds)}: {_numbers(leaders)}"
-        )
-
     def on_message(self, message: str) -> None:
         self._print(f"note: {message}")
 
@@ -167,11 +162,6 @@ class TerminalListener(ProgressListener):
         self._doing = "" if done >= total else f"measuring the leaders again: {turn}"
         self._trials = f" ({_numbers(leaders)})"
         self._since, self._expected = time.monotonic(), self._left(seconds)
-
-    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
-        self._doing = "measuring the leaders again in short turns"
-        self._trials = f" ({_numbers(leaders)})"
-        self._since, self._expected = time.monotonic(), seconds
 
     def on_message(self, message: str) -> None:
         self._console.print(Text(fold(f"note: {message}"), style="yellow"))

@@ -41,8 +41,7 @@ def measured_again(
     The throughput becomes their median, and step time, samples and tokens per second, FLOPs and MFU change
     accordingly, and so does the interval. The variance of the re-measurements is moderated by that within
     the first measurement (Smyth 2004, Linear models and empirical Bayes methods, section 3), so that a few that agree
-    by chance do not make it too narrow. Memory, losses and times spent are those of `initial`; its `machine_speed` is
-    dropped.
+    by chance do not make it too narrow. Memory, losses and times spent are those of `initial`.
 
     Args:
         initial: the first measurement, an `ok`.
@@ -83,7 +82,6 @@ def measured_again(
     again = replace(
         initial,
         throughput=middle,
-        machine_speed=None,
         reason=f"{note} ({initial.reason})" if initial.reason else note,
         samples_per_second=_times(initial.samples_per_second, ratio),
         tokens_per_second=_times(initial.tokens_per_second, ratio),

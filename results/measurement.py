@@ -176,12 +176,6 @@ class Measurement:
     """Model FLOPs utilisation, 0 to 1: `tflops_per_device` over the device's peak at this precision."""
     devices: int | None = None
     """Devices the trial ran on."""
-    foreign_cores: float | None = None
-    """Average number of cores that other processes used on the trial's busiest host during the measurement."""
-    machine_speed: float | None = None
-    """Speed of the default configuration at that time relative to its first measurement, if other load changed it
-    (see `tuner/history.py`).
-    """
     expert_load: float | None = None
     """Rows of the busiest expert over the mean, averaged over the model's mixtures, on the probe's samples; None without
     experts."""
@@ -336,7 +330,7 @@ class Trial:
     (`again.measured_again`), so that each configuration has a single throughput.
     """
     remeasured: tuple[float, ...] = ()
-    """Throughputs of the interleaved re-measurements at the end of the search."""
+    """Throughputs of the re-measurements at the end of the search."""
     first: float | None = None
     """Throughput of the first measurement, if `measurement` is the result of re-measurements."""
     lossy: tuple[str, ...] = ()

@@ -2,11 +2,11 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..base.device import Device, available_memory_mib, usable_cores
+from ..base.device import Device
 from ..estimator.measuring import table_entry
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
@@ -15,20 +15,10 @@ from .runner import Runner, TrialRequest
 from .trial.dry_run import DryRun, DryRunReport
 from .trial.failure import is_damaged_library
 from .trial.job import Job, Outcome, RankOutcome, Rendezvous
-from .trial.load import foreign_cores
 from .work import LEAST_COMPILE_TIMEOUT_S, CommonFields, TrialTerms, Work
 
-MEMORY_SHARE = 0.7
-"""Largest share of the available memory that interleaved candidates may use together, by their peaks alone."""
-TURN_S, TURNS_OF_ALONE = 0.5, 5.0
-"""Longest turn, s, and the smallest number of turns in which an interleaved candidate is measured as long as alone."""
-TURNS_A_SECOND, TURNS_SHARE = 4.0, 2.0
-"""Turns per second of a candidate's time budget, if more than a job's default; and the time of all its turns as a multiple of
-the budget."""
 SETTLE_S = 20.0
 """Time for a GPU's clocks to settle before a possible winner is measured, s."""
-CORES_A_GPU = 2
-"""Cores that a rank on a GPU keeps busy: its main thread, and the one of the backward pass or of the data."""
 
 
 class DryRunner(Runner):
@@ -40,7 +30,6 @@ class DryRunner(Runner):
         self.confirms = self.work.confirms
         on_gpus = terms.device.type == "cuda"
         self.settle_s = SETTLE_S if on_gpus and isinstance(self.work, DryRuns) else 0.0
-        self.spare_cores = max(0.0, usable_cores() - CORES_A_GPU * terms.devices) if on_gpus else 0.0
 
     @abstractmethod
     def dispatch(self, job: Job) -> Outcome:
@@ -65,52 +54,6 @@ class DryRunner(Runner):
         if device.type == "cuda":
             at_once = max(1, min(at_once, device.count // self.terms.devices))
         return self.dispatch(replace(self.work.job(request, self.terms), at_once=at_once))
-
-    @property
-    def takes_turns(self) -> bool:
-        """True on CPUs and one host. GPU candidates fill the memory and are not slowed down by others; several hosts
-        would need a port for each candidate.
-        """
-        one_host = self.terms.device.type == "cpu" and self.per_host in (None, self.terms.devices)
-        return one_host and self.confirms and self.work.in_turns
-
-    def take_turns(
-        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
-    ) -> list[list[Measurement]] | None:
-        terms = self.terms
-        room = min(terms.device.memory_mib, available_memory_mib())
-        peaks_mib = _sum([measured.peak_memory_mib for measured in alone])
-        if peaks_mib is None or peaks_mib * terms.devices > MEMORY_SHARE * room:
-            return None
-        jobs = [self.work.job(request, terms) for request in requests]
-        turns_s = TURNS_SHARE * terms.plan.seconds * len(jobs)
-        alone_s = _sum([job.timeout_s for job in jobs])
-        interleaved = replace(
-            jobs[0],
-            beside=tuple(job.program for job in jobs[1:]),
-            turn_s=min(TURN_S, max(measured.seconds_measure or TURN_S for measured in alone) / TURNS_OF_ALONE),
-            turns=max(jobs[0].turns, round(TURNS_A_SECOND * terms.plan.seconds)),
-            turns_s=turns_s,
-            patience_s=patience_s,
-            timeout_s=None if alone_s is None else alone_s + turns_s + patience_s,
-            compile_timeout_s=sum(job.compile_timeout_s for job in jobs),
-        )
-        started, begin = time.time(), time.perf_counter()
-        outcome = self.dispatch(interleaved)
-        if outcome.status is not Status.OK:  # one candidate ended the processes of all
-            return None
-        common: CommonFields = {
-            "devices": terms.devices,
-            "started": started,
-            "seconds_total": time.perf_counter() - begin,
-            "log": requests[0].log_name,
-        }
-        turns = []
-        for number, request in enumerate(requests):
-            candidate = Outcome.of([rank.report[number] for rank in outcome.ranks])
-            measured = self.work.measurement(request, terms, candidate, common)
-            turns.append(self.work.turns(measured, candidate) if measured.ok else [measured])
-        return turns
 
 
 class DryRuns(Work):
@@ -172,17 +115,6 @@ class DryRuns(Work):
             )
         return self._timed(request, terms, reports, fields)
 
-    def turns(self, measured: Measurement, outcome: Outcome) -> list[Measurement]:
-        reports = _reports(outcome)
-        slowest_ms = max(report.step_ms for report in reports)
-        measurements = []
-        for reports_of_turn in zip(*(report.turns for report in reports), strict=True):
-            step_ms = max(report.step_ms for report in reports_of_turn)
-            load = foreign_cores([report.load for report in reports_of_turn])
-            throughput = measured.reached * slowest_ms / step_ms
-            measurements.append(replace(measured, throughput=throughput, step_ms=step_ms, foreign_cores=load))
-        return measurements
-
     def _timed(
         self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], fields: "_DryRunFields"
     ) -> Measurement:
@@ -238,7 +170,6 @@ class DryRuns(Work):
             expert_load=load,
             expert_dropped=dropped,
             samples_per_step=slowest.samples_per_step,
-            foreign_cores=foreign_cores([report.load for report in reports]),
             seconds_overhead=max(0.0, fields["seconds_total"] - seconds_reported),
             seconds_build=seconds_build,
             seconds_compile=slowest.seconds_compile,
@@ -253,12 +184,6 @@ class _DryRunFields(CommonFields):
 
     memory_limit_mib: float
     ranks: tuple[RankReport, ...]
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    """Returns the sum; None if a value is None."""
-    numbers = [value for value in values if value is not None]
-    return sum(numbers) if len(numbers) == len(values) else None
 
 
 def _reports(outcome: Outcome) -> list[DryRunReport]:

@@ -1,7 +1,6 @@
 """The interface of runners, which try configurations."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -61,8 +60,6 @@ class Runner(ABC):
     """True if leaders are measured again at the end."""
     settle_s: float = 0.0
     """Longest additional time of a trial with `TrialRequest.sustained`, s."""
-    spare_cores: float = 0.0
-    """Cores of a host that other processes may keep busy without slowing trials down."""
     per_host: int | None = None
     """Devices of a trial on each host if the runner determines that, after `wait_ready`; None otherwise."""
     waited_s: float = 0.0
@@ -71,11 +68,6 @@ class Runner(ABC):
     """Kind of the trials' devices if they are not this machine's."""
     closed: bool = False
     """True after `close`. A trial that fails from then on is not repeated."""
-
-    @property
-    def takes_turns(self) -> bool:
-        """True if `take_turns` is supported."""
-        return False
 
     def wait_ready(self) -> None:
         """Waits until trials can begin."""
@@ -88,26 +80,6 @@ class Runner(ABC):
             RunnerError: the trial failed for a reason outside the candidate, such as a lost agent or node, and may be
                 repeated.
         """
-
-    def take_turns(
-        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
-    ) -> list[list[Measurement]] | None:
-        """Measures candidates in short turns while all are in memory.
-
-        Args:
-            requests: one for each candidate.
-            alone: the measurement of each candidate alone, which limits the memory of all together and the time of the
-                turns.
-            patience_s: additional time, s, to wait for other load on the machine to end.
-
-        Returns:
-            The measurements of each candidate, one per turn, or a single one if it failed. None if the candidates do
-                not fit in memory together, or one of them ended all.
-
-        Raises:
-            RunnerError: as in `run`.
-        """
-        return None
 
     def stop(self, log: str) -> None:
         """Stops the trial that writes this log, if the runner can stop a single one."""
@@ -133,23 +105,13 @@ class WrappingRunner(Runner):
     def __init__(self, runner: Runner, beside: Runner | None = None) -> None:
         self.name = runner.name  # type: ignore[misc]  # that of the trials
         self.slots, self.isolated, self.confirms = runner.slots, runner.isolated, runner.confirms
-        self.settle_s, self.spare_cores = runner.settle_s, runner.spare_cores
-        self.per_host, self.device = runner.per_host, runner.device
+        self.settle_s, self.per_host, self.device = runner.settle_s, runner.per_host, runner.device
         self._runner = runner
         self._all = (runner,) if beside is None else (beside, runner)
-
-    @property
-    def takes_turns(self) -> bool:
-        return self._runner.takes_turns
 
     def wait_ready(self) -> None:
         for runner in self._all:
             runner.wait_ready()
-
-    def take_turns(
-        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
-    ) -> list[list[Measurement]] | None:
-        return self._runner.take_turns(requests, alone, patience_s)
 
     def stop(self, log: str) -> None:
         for runner in self._all:

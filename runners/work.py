@@ -55,21 +55,10 @@ class Work(ABC):
     """True if the devices of a trial may be on several hosts."""
     confirms: bool = True
     """True if leaders are measured again at the end."""
-    in_turns: bool = True
-    """True if candidates can be in memory together and take turns."""
 
     @abstractmethod
     def job(self, request: "TrialRequest", terms: TrialTerms) -> "Job":
         """Returns the job of a trial."""
-
-    def turns(self, measured: Measurement, outcome: "Outcome") -> list[Measurement]:
-        """Returns the measurement of each turn of an interleaved candidate; by default a single one.
-
-        Args:
-            measured: measurement over all turns.
-            outcome: of the candidate's part of the job.
-        """
-        return [measured]
 
     @abstractmethod
     def measurement(

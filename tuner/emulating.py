@@ -221,10 +221,6 @@ class EmulatedCommands(WrappingRunner):
         self.confirms = False
         self._task, self._estimator = task, estimator
 
-    @property
-    def takes_turns(self) -> bool:
-        return False
-
     def run(self, request: TrialRequest) -> Measurement:
         measured = self._runner.run(request)
         known: dict[str, Any] = {"devices": self._task.devices, "emulated_ranks": "0", "ranks": ()}

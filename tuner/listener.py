@@ -36,10 +36,6 @@ class SearchListener:
         `seconds` in all.
         """
 
-    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
-        """Called when the leaders are measured again in short turns, all of them in memory, which should take `seconds`."""
-        self.on_remeasure(leaders, 0, 1, seconds)
-
     def on_message(self, message: str) -> None:
         """Called with a note or warning for the user."""
 

@@ -9,7 +9,6 @@ from ..models import Workload
 from ..results import Trial, summary
 from ..results.measurement import REFINEMENT
 from ..space import Config, Space
-from .history import at_first_speed
 from .search import Refinement
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def refiner(
             warn("the winner is not refined layer by layer: there is no estimate")
             return None
         try:
-            learned = estimator.calibrate([at_first_speed(trial) for trial in trials if not trial.pending])
+            learned = estimator.calibrate([trial for trial in trials if not trial.pending])
             facts = learned.facts_of(knob_arrays([winner.config], learned.training), 0)
             refinement = refine(
                 learned,

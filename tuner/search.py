@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
 from .confirm import Confirmation, Soaking
 from .feasibility import OutOfMemoryKnowledge
-from .history import Conditions, History
+from .history import History
 from .listener import SearchListener
 from .samplers import Sampler
 
@@ -139,12 +139,7 @@ class Search:
                     measured = future.result()
                     trial, request = running.pop(future)
                     measured = self._compared_late(trial, request, measured)
-                    try:
-                        # With concurrent trials, the canary would measure their load.
-                        if self.runner.slots == 1 and self._watch.left > 0:
-                            measured = self._conditions.judge(self.run_folder.trials(), measured)
-                    finally:
-                        self.listener.on_trial_end(self.run_folder.finish(trial.number, measured))
+                    self.listener.on_trial_end(self.run_folder.finish(trial.number, measured))
         except BaseException as cause:
             self._close(cause)  # ends the running trials, so that the threads return
             if not self.runner.isolated:  # this process is still alive
@@ -234,10 +229,6 @@ class Search:
             reason = self._knowledge.say(blocked, config)
             skipped = Measurement(status=Status.SKIPPED, reason=reason)
             self.listener.on_trial_end(self.run_folder.finish(started.number, skipped))
-
-    @cached_property
-    def _conditions(self) -> Conditions:
-        return Conditions(self._measure_canary, self.listener, self.runner.spare_cores)
 
     @cached_property
     def _knowledge(self) -> OutOfMemoryKnowledge:
@@ -369,14 +360,13 @@ class Search:
 
     def _request(self, trial: Trial, free: bool = False) -> TrialRequest:
         history = self._history.update()
-        best = None if free else history.best
         log = self.run_folder.log_path(trial.number)
         return TrialRequest(
             config=trial.config,
             number=trial.number,
             log=log.with_suffix(".again.log") if free else log,
             timeout_s=self.trial_timeout_s,
-            best_throughput=None if best is None else best * self._conditions.speed,
+            best_throughput=None if free else history.best,
             reference=history.reference(trial.number),
             sustained=free,
         )
@@ -417,20 +407,10 @@ class Search:
         return Confirmation(
             self.run_folder,
             self._measure_again,
-            self._take_turns if self.runner.takes_turns else None,
             self.listener,
             self._watch,
             settle_s=self.runner.settle_s,
         )
-
-    def _take_turns(self, trials: Sequence[Trial], patience_s: float) -> list[list[Measurement]] | None:
-        requests = [self._request(replace(trial, measurement=None), free=True) for trial in trials]
-        try:
-            return self.runner.take_turns(requests, [trial.measured for trial in trials], patience_s)
-        except RunnerError:
-            if self.runner.closed:
-                raise
-            return None  # measured one by one, trials are attempted again if the machinery fails
 
     def soak(self, say: Callable[[str], None]) -> None:
         """Soaks the winner before it is named (see `Soaking`), if requested."""
@@ -455,11 +435,6 @@ class Search:
             soak=replace(plan, compiling_s=trial.measured.seconds_compile or 0.0),
         )
         return self._attempt(trial, request)
-
-    def _measure_canary(self, trial: Trial) -> Measurement:
-        # At the clocks of its first measurement, which did not wait until they had settled.
-        request = self._request(replace(trial, measurement=None), free=True)
-        return self._attempt(trial, replace(request, sustained=False))
 
     def _measure_again(self, trial: Trial) -> Measurement:
         return self._try(replace(trial, measurement=None), free=True)

@@ -20,7 +20,6 @@ import psutil
 from ...base.reporting import FILE
 from ..host.process import builds_released, family
 from ..trial import failure
-from ..trial.load import Watch, family_s, foreign_cores
 from ..trial.memory import GpuMemory, Shortage
 from ..trial.timing import Clock, Timing, TimingPlan, measure
 from .files import TrialFile
@@ -145,8 +144,6 @@ class Run(Clock):
     _oom_until: float = math.inf
     _printed_at: float = 0.0
     """Time of its last output."""
-    foreign: float | None = None
-    """Mean number of cores kept busy by other processes since the objective was first reported."""
     stopped: bool = False
     """True if it was stopped, False if it ended on its own."""
 
@@ -169,8 +166,6 @@ class Run(Clock):
         """All its processes."""
         self.shortage = Shortage(None if self.terms.on_gpus else self.terms.memory_limit_mib)
         self._gpus = GpuMemory() if self.terms.on_gpus else None
-        self._load: Watch | None = None
-        """Load of the machine since the objective was first reported."""
         self._unread_since: float | None = None
         """Time of the first line with a speed in an unknown form."""
         self._compiling = False
@@ -203,9 +198,6 @@ class Run(Clock):
                 selector.register(self.process.stdout, selectors.EVENT_READ)
                 self._selector = selector
                 timing = self._timed()
-                if self._load is not None:
-                    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, so its CPU time is no longer known
-                        self.foreign = foreign_cores([self._load.load()])
                 self._end()
         finally:
             if self.process.poll() is None:  # after an error in this process
@@ -358,8 +350,6 @@ class Run(Clock):
             return
         assert self.objective is not None
         self.costs.append(self.objective.cost(value))
-        if self._load is None and self.process.poll() is None:
-            self._load = Watch(lambda: family_s(self.process.pid))
 
     def _watch(self, now: float, *, ended: bool) -> None:
         """Checks growing files and memory."""
@@ -404,8 +394,6 @@ class Run(Clock):
         training = self.observation.training
         if training is None:
             return
-        if self._load is None and self.process.poll() is None:
-            self._load = Watch(lambda: family_s(self.process.pid))
         self.peak_mib = max(self.peak_mib, training.peak_mib() or 0.0)
         self.speed = training.speed(self.terms.plan, best_s=self._best_step_s(training), ended=ended)
         if not self.speed_is_reported and self.speed is not None and self.speed.complete and not ended:

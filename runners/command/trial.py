@@ -92,7 +92,6 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
         throughput_spread=None if timed or spread is None else throughput * spread / cost,
         peak_memory_mib=peak,
         loss=loss,
-        foreign_cores=run.foreign,
     )
 
 
@@ -131,7 +130,6 @@ def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement
         step_ms_spread=None if speed.spread is None else speed.spread * step_s * 1e3,
         peak_memory_mib=peak,
         loss=losses[-1] if losses else run.metrics.get("loss"),
-        foreign_cores=run.foreign,
         samples_per_step=None if samples is None else round(samples),
         seconds_compile=speed.compile_s or None,
         seconds_warmup=speed.warmup_s,

@@ -70,7 +70,6 @@ class Commands(Work):
         UsageError: a placeholder is unknown, a knob is not used, or a file to render does not exist.
     """
 
-    in_turns = False
     imports = ("redline.runners.host.supervisor", "redline.runners.command.run", "cloudpickle")
 
     def __init__(

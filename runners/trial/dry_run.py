@@ -11,8 +11,7 @@ from ...training import Training
 from ...training.first_step import StepPart, first_step
 from ...training.probe import ProbePart, take
 from .compiling import Compilation
-from .interleaved import Turn
-from .load import GpuWatch, HostLoad, Watch
+from .gpu_watch import GpuWatch
 from .rank import RankContext
 from .soak import SoakPlan, SoakReport, soak
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
@@ -67,42 +66,12 @@ class DryRunReport:
     """CUDA: clock of the multiprocessors while measured, MHz."""
     power_w: float | None = None
     """CUDA: power of the device while measured, W."""
-    load: HostLoad | None = None
-    """Load of the host's CPUs during warm-up and measurement; None if unknown."""
     note: str | None = None
     """Why the measurement was cut short; None if it was not."""
     dropped: tuple[int, int] | None = None
     """Rows that experts dropped in training, and those that were routed; None without a capacity."""
-    turns: tuple["TurnReport", ...] = ()
-    """Result of each turn if the candidate was interleaved with others."""
     soak: SoakReport | None = None
     """Result of the soak; None without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnReport:
-    """One turn of a candidate."""
-
-    step_ms: float
-    """Median step time of the slowest rank, ms."""
-    load: HostLoad | None
-    """Load of the host's CPUs during the turn."""
-
-
-class _Turns:
-    """A rank's turns, with the load of its host in each."""
-
-    def __init__(self, turn: Turn) -> None:
-        self.seconds, self.wait = turn.seconds, turn.wait
-        self._turn, self._watch = turn, Watch()
-        self.loads: list[HostLoad | None] = []
-
-    def begin(self) -> None:
-        self._watch.restart()
-
-    def end(self) -> None:
-        self.loads.append(self._watch.load())
-        self._turn.done()
 
 
 class _Steps:
@@ -162,13 +131,6 @@ class DryRun:
         steps = _Steps(training)
         context.phase("first steps")
         clock: Clock = CudaClock() if context.device_type == "cuda" else HostClock()
-        watch = Watch()
-        turns = None if context.turn is None else _Turns(context.turn)
-
-        def settled() -> None:
-            compilation.settled()
-            watch.restart()  # compilers are separate processes, which must not count as others' load
-
         gpu = GpuWatch(context.local_rank) if context.device_type == "cuda" else None
         agree, mean = _agreement(context.world_size)
         timing = measure(
@@ -179,9 +141,8 @@ class DryRun:
             agree=agree,
             mean=mean,
             compiled=lambda: compilation.seconds,
-            settled=settled,
+            settled=compilation.settled,
             measuring=gpu.restart if gpu is not None else lambda: None,
-            turns=turns,
         )
         soaked = self._soaked(training, context, compilation)
         return DryRunReport(
@@ -207,11 +168,8 @@ class DryRun:
             peak_allocated_mib=context.memory.peak_allocated_mib(),
             outside_mib=context.outside_mib(),
             allocation_retries=context.memory.allocation_retries() - retries_so_far,
-            load=watch.load(),
             note=timing.stopped_early,
             dropped=dropped_rows(training.model),
-            # The first load is that of the warm-up.
-            turns=tuple(map(TurnReport, timing.turns_ms, turns.loads[1:])) if turns else (),
             soak=soaked,
         )
 

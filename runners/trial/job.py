@@ -61,15 +61,6 @@ class Job:
     """File for the output of the ranks; None to discard it."""
     log_continues: bool = False
     """True to append to the output of an earlier job of the trial."""
-    beside: tuple[bytes, ...] = ()
-    """Further programs, which are in memory with the first and take turns with it (see `turns`)."""
-    turn_s: float = 0.5
-    turns: int = 12
-    """Number of turns of each program, if time allows."""
-    turns_s: float = 0.0
-    """Time limit of all turns together, s."""
-    patience_s: float = 0.0
-    """Extension of that limit while other processes keep cores busy, s. Such turns do not count until then."""
 
     @property
     def teardown_s(self) -> float:

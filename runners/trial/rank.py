@@ -14,7 +14,6 @@ from ...base.host_memory import MIB, shared_memory
 from ...results import Status
 from . import failure
 from .compiling import share_compile_threads, sweep_compiled
-from .interleaved import Turn, run_interleaved
 from .job import Job, RankOutcome
 from .memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 
@@ -45,8 +44,6 @@ class RankContext:
     collective_timeout_s: float | None = None
     """How long this rank may wait for others in a collective, s; None for torch's default."""
     phase_name: str = "start"
-    turn: Turn | None = None
-    """When it may run, if other programs of the job are in memory too."""
     used_mib: float = 0.0
     """Memory that other processes used on its device before it started, MiB."""
 
@@ -75,22 +72,14 @@ class RankContext:
             self.reports.send((kind, value))
 
 
-def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None = None) -> None:
+def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection) -> None:
     """Runs the job's program as one of its ranks and ends the process. Never returns."""
     code = 1
     # Ends by `os._exit` in any case: the frames that called this belong to the process that was forked.
     try:
         faulthandler.enable(file=sys.stderr, all_threads=True)
         faulthandler.register(DUMP_STACKS, file=sys.stderr, all_threads=True, chain=False)
-        if job.beside:
-
-            def run_program(number: int, program_job: Job, program_reports: Connection, program_turn: Turn) -> None:
-                run_rank(program_job, local_rank, f"{init_method}-{number}", program_reports, program_turn)
-
-            # Before threads are started, since a fork does not copy them.
-            outcome = run_interleaved(job, job.rendezvous.first_rank + local_rank, reports, run_program)
-        else:
-            outcome = _run(job, local_rank, init_method, reports, turn)
+        outcome = _run(job, local_rank, init_method, reports)
         reports.send(("outcome", outcome))
         code = 0
     finally:
@@ -101,7 +90,7 @@ def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection, t
             os._exit(code)
 
 
-def _run(job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None) -> RankOutcome:
+def _run(job: Job, local_rank: int, init_method: str, reports: Connection) -> RankOutcome:
     rank = job.rendezvous.first_rank + local_rank
     meter: MemoryMeter = HostMemoryMeter()
     context = None
@@ -123,7 +112,6 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection, turn:
             reports=reports,
             local_world_size=job.ranks,
             collective_timeout_s=job.collective_timeout_s,
-            turn=turn,
             used_mib=job.used_mib,
         )
         import cloudpickle

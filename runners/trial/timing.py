@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...results.again import median_rank
 
@@ -65,8 +65,6 @@ class Timing:
     """Wall time of steps in which any rank compiled, part of neither warm-up nor measurement, s."""
     stopped_early: str | None = None
     """Why the measurement was cut short; None if it was not."""
-    turns_ms: tuple[float, ...] = ()
-    """Median step time of each turn if the candidate was interleaved with others, ms."""
 
 
 def median_interval(times: Sequence[float]) -> tuple[float, float]:
@@ -129,21 +127,6 @@ class CudaClock(Clock):
         return [earlier.elapsed_time(later) for earlier, later in itertools.pairwise(marks)]
 
 
-class Turns(Protocol):
-    """The turns of an interleaved candidate."""
-
-    seconds: float
-
-    def wait(self) -> bool:
-        """Waits for the next turn; returns False when all are over."""
-
-    def begin(self) -> None:
-        """Called when every rank has its turn."""
-
-    def end(self) -> None:
-        """Ends the turn. The first call ends the warm-up."""
-
-
 def measure(
     step: Callable[[], object],
     clock: Clock,
@@ -155,9 +138,8 @@ def measure(
     mean: Callable[[list[float]], list[float]] = lambda values: values,
     settled: Callable[[], None] = lambda: None,
     measuring: Callable[[], None] = lambda: None,
-    turns: Turns | None = None,
 ) -> Timing:
-    """Runs `step` until its time is known, or in turns with other candidates until all turns are over.
+    """Runs `step` until its time is known.
 
     Steps in which any rank compiles count neither as warm-up nor as measured; their time is recorded separately.
 
@@ -172,7 +154,6 @@ def measure(
         compiled: returns the time that this rank has compiled so far, s.
         settled: called once, when every rank has made a step without compiling.
         measuring: called when the measured steps begin.
-        turns: of an interleaved candidate, which warms up as it would alone.
     """
     timed = _Timed(step, clock, agree, mean, compiled, plan.compile_max_steps)
     warm = _warm_up(timed, plan, best_step_ms, settled)
@@ -192,15 +173,11 @@ def measure(
         )
     # Restarted before each part: a rank's lead in one must not scale the steps of the next.
     timed.restart()
-    seconds_settle = _settle(timed, plan, clock.chunk_seconds, warm[-1]) if turns is None else 0.0
+    seconds_settle = _settle(timed, plan, clock.chunk_seconds, warm[-1])
     seconds_warmup = timed.seconds
     timed.restart()
     measuring()
-    turns_ms: list[float] = []
-    if turns is None:
-        step_times = _measure_alone(timed, plan, clock.chunk_seconds, warm[-1])
-    else:
-        step_times, turns_ms = _in_turns(timed, turns, agree, warm[-1])
+    step_times = _measure(timed, plan, clock.chunk_seconds, warm[-1])
     median, half_width = median_interval(step_times)
     return Timing(
         step_ms=median,
@@ -211,7 +188,6 @@ def measure(
         seconds_measure=timed.seconds - seconds_warmup,
         seconds_settle=seconds_settle,
         seconds_compile=timed.seconds_compile,
-        turns_ms=tuple(turns_ms),
     )
 
 
@@ -299,7 +275,7 @@ def _settle(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: 
     return total_ms / 1e3
 
 
-def _measure_alone(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> list[float]:
+def _measure(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> list[float]:
     """Runs steps until their median is known, and returns their times, ms."""
     begin, step_times = timed.seconds, list[float]()
     while True:
@@ -313,20 +289,3 @@ def _measure_alone(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expect
             return step_times
         if len(step_times) >= 6 and half_width <= plan.precision * expected_ms:
             return step_times
-
-
-def _in_turns(
-    timed: _Timed, turns: Turns, agree: Callable[[list[float]], list[float]], expected_ms: float
-) -> tuple[list[float], list[float]]:
-    """Runs steps while there are turns, at least one. Returns the times of all steps and the median of each turn, ms."""
-    times: list[float] = []
-    medians: list[float] = []
-    turns.end()
-    while not agree([0.0 if turns.wait() else 1.0])[0]:
-        turns.begin()
-        turn_times = timed(max(1, round(turns.seconds * 1e3 / max(expected_ms, 1e-6))))
-        turns.end()
-        times += turn_times
-        medians.append(statistics.median(turn_times))
-        expected_ms = statistics.median(times)
-    return times, medians

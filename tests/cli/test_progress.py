@@ -63,8 +63,6 @@ def test_measuring_the_leaders_again_has_a_clock_and_an_end(monkeypatch):
     assert "0:42 measuring the leaders again: turn 2 of 4, about 1:18 left (trials 3, 0)" in shown(listener)
     now[0] += 100.0
     assert "2:22 measuring the leaders again: turn 2 of 4, longer than expected (trials 3" in shown(listener)
-    listener.on_alternate([trial(3, 1.0), trial(0, 1.0)], 60.0)
-    assert "measuring the leaders again in short turns, about 1:00 left (trials 3, 0)" in shown(listener)
     listener.on_remeasure([trial(3, 1.0), trial(0, 1.0)], 4, 4)
     assert "measuring" not in shown(listener)
     lines = io.StringIO()
@@ -80,7 +78,7 @@ def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
             events.append(what)
 
     class Runner:
-        confirms, takes_turns, slots = True, False, 1
+        confirms, slots = True, 1
 
         def close(self):
             events.append("closed")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from listeners import RecordingListener
-from redline.base.errors import RunnerError
 from redline.results import Measurement, Status, Trial, best, summary
 from redline.results.again import judged, measured_again
 from redline.runners import Runner
@@ -27,7 +26,7 @@ from redline.tuner.search import Search
 class Memory:
     """Keeps a run's trials in memory."""
 
-    def __init__(self, throughputs, peaks=(), loads=(), spread=None):
+    def __init__(self, throughputs, peaks=(), spread=None):
         self._trials = [
             Trial(
                 number=number,
@@ -40,7 +39,6 @@ class Memory:
                     peak_memory_mib=peaks[number] if peaks else None,
                     memory_limit_mib=1000.0,
                     seconds_total=1.0,
-                    foreign_cores=loads[number] if loads else None,
                     step_ms=1.0 if spread else None,
                     step_ms_spread=spread,
                 ),
@@ -80,29 +78,7 @@ class Machine(Runner):
             status=Status.OK,
             throughput=self._true[request.number] * now,
             unit="tokens/s",
-            foreign_cores=0.0 if self._speed(len(self.order)) == 1.0 else 1.0,
         )
-
-
-class Turns(Machine):
-    """A machine that keeps candidates in memory together: `many` turns of each, for at most `room` candidates."""
-
-    takes_turns = True
-
-    def __init__(self, true, *, many=10, room=9, **machine):
-        super().__init__(true, **machine)
-        self._many, self._room, self.stretches = many, room, []
-
-    def take_turns(self, requests, alone, patience_s):
-        if len(requests) > self._room:
-            return None
-        self.stretches.append([each.number for each in requests])
-        found = [[] for _ in requests]
-        for _ in range(self._many):
-            for request, turns in zip(requests, found, strict=True):
-                if not turns or turns[-1].ok:
-                    turns.append(self.run(request))
-        return [turns if turns[-1].ok else turns[-1:] for turns in found]
 
 
 def search(folder, runner, seconds=None, listener=None):
@@ -110,11 +86,11 @@ def search(folder, runner, seconds=None, listener=None):
     return Search(run_folder=folder, sampler=None, runner=runner, budget=budget, listener=listener)
 
 
-def confirm(first, true=None, *, peaks=(), loads=(), spread=None, seconds=None, kind=Machine, **machine):
-    folder, listener = Memory(first, peaks, loads, spread), RecordingListener()
+def confirm(first, true=None, *, peaks=(), spread=None, seconds=None, kind=Machine, **machine):
+    folder, listener = Memory(first, peaks, spread), RecordingListener()
     runner = kind(true or first, **machine)
     search(folder, runner, seconds, listener).confirm()
-    return folder.trials(), getattr(runner, "stretches", runner.order), listener.messages
+    return folder.trials(), runner.order, listener.messages
 
 
 def test_leaders_and_the_default_are_measured_in_turns_and_another_begins_each_time():
@@ -239,83 +215,20 @@ def test_the_stated_error_holds(gap):
     assert called / 300 <= 0.05 if gap == 0.0 else called / 300 > 0.7
 
 
-UNSTEADY = [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-"""Busy cores of other work while the six trials were measured."""
-
-
-def test_turns_find_the_fastest_although_noise_hid_it_at_first():
-    """Noise is 8 % a turn, some turns run at half speed, and a load halved the fastest one's first measurement."""
-    first, true = [30.0, 92.0, 100.0, 97.0, 90.0, 72.0], [60.0, 88.0, 90.0, 92.0, 85.0, 100.0]
-    won = []
-    for seed in range(40):
-        draw = random.Random(seed)
-        slow = [draw.choice([1.0, 1.0, 1.0, 0.55]) for _ in range(50)]
-        trials, stretches, _ = confirm(
-            first, true, loads=UNSTEADY, kind=Turns, noise=0.08, seed=seed,
-            speed=lambda call, s=slow: s[(call - 1) // 4 % 50],
-        )  # fmt: skip
-        assert stretches[0] == [5, 2, 3, 1, 4, 0]
-        won.append(true[summary.best(trials).number])
-    assert sum(each >= 97.0 for each in won) >= 37
-
-
-@pytest.mark.parametrize(("seconds", "first"), [(100.0, [5, 2, 3, 1, 4, 0]), (8.5, [2, 3, 1, 0])])
-def test_as_many_take_turns_as_the_time_is_enough_for(seconds, first):
-    _, stretches, _ = confirm([30.0, 92.0, 100.0, 97.0, 90.0, 72.0], loads=UNSTEADY, kind=Turns, seconds=seconds)
-    assert stretches[0] == first
-
-
-def test_trials_slowed_by_load_take_turns_too():
-    """Trial 1 ran at a third of its speed beside 1.4 busy cores; trial 0 lost two fifths to 1.1."""
-    first, true = [1945.0, 1359.0, 3000.0, 1900.0], [3044.0, 4051.0, 3000.0, 1900.0]
-    trials, stretches, _ = confirm(first, true, loads=[1.1, 1.4, 0.0, 0.0], kind=Turns)
-    assert stretches[0] == [0, 2, 1]
-    assert summary.best(trials).number == 1
-
-
-def test_under_steady_load_only_leaders_take_turns():
-    first = [60.0, 100.0, 95.0, 94.0, 93.0, 92.0]
-    trials, stretches, _ = confirm(first, loads=[0.0] * 6, kind=Turns)
-    assert stretches[0] == [1, 2, 3, 0]
-    assert len(trials[1].remeasured) >= 10 and trials[5].remeasured == ()
-
-
-def test_clear_losers_take_no_further_turns():
-    first, true = [50.0, 100.0, 99.5, 99.0, 98.5], [50.0, 100.0, 80.0, 99.5, 100.0]
-    _trials, stretches, _ = confirm(first, true, loads=[0.0] * 5, kind=Turns, noise=0.003)
-    assert stretches[0] == [1, 2, 3, 0] and len(stretches) <= 3
-    assert all(2 not in each and 0 not in each for each in stretches[1:])
-    assert 4 in stretches[1]
-
-
-def test_a_failure_in_a_turn_excludes_only_that_leader():
-    trials, _, lines = confirm([60.0, 100.0, 99.0], kind=Turns, crashing={1})
-    assert summary.best(trials).number == 2
-    assert trials[1].measurement.status is Status.CRASH and len(trials[2].remeasured) == 10
-    assert lines == ["trial 1 failed when measured again: crash (lost its nerve)"]
-
-
-def test_leaders_that_do_not_fit_together_are_measured_one_by_one():
-    trials, stretches, _ = confirm([60.0, 100.0, 90.0, 95.0, 94.0, 93.0], loads=UNSTEADY, kind=Turns, room=1)
-    assert stretches == []
-    # Only the leaders are measured: alone each takes as long as a trial.
-    assert [bool(trial.remeasured) for trial in trials] == [True, True, False, True, True, False]
-
-
 def test_the_pair_is_measured_further_while_the_interval_of_its_gain_includes_1():
     def run(spread):
-        trials, order, _ = confirm([100.0, 112.0], spread=spread, noise=0.001, kind=Turns, many=2)
-        return summary.gain(trials), len(order)
+        trials, order, _ = confirm([100.0, 112.0], spread=spread, noise=0.001)
+        return summary.gain(trials), order.count(1)
 
     narrow, few = run(0.02)
     wide, many = run(0.25)
-    assert narrow.shown and few == 1
-    assert wide.shown and many > MOST_ROUNDS // FEWEST_ROUNDS
+    assert narrow.shown and few == FEWEST_ROUNDS
+    assert wide.shown and many > MOST_ROUNDS
     # It ends at the limit of rounds, and earlier for candidates that are practically equal.
     unknown, most = run(2.0)
-    assert not unknown.shown and most == MOST_ROUNDS_OF_PAIR // FEWEST_ROUNDS
-    trials, order, _ = confirm([100.0, 100.2], spread=0.25, kind=Turns, many=2)
-    assert not summary.gain(trials).shown and len(order) <= MOST_ROUNDS // FEWEST_ROUNDS
+    assert not unknown.shown and most == MOST_ROUNDS_OF_PAIR
+    trials, order, _ = confirm([100.0, 100.2], spread=0.25)
+    assert not summary.gain(trials).shown and order.count(1) <= MOST_ROUNDS
 
 
 def test_re_measurements_of_an_earlier_process_are_not_compared_with_those_of_this_one():
@@ -364,18 +277,6 @@ def test_the_interval_of_a_gain_holds_the_gain(contenders):
         ratio = one.throughput / other.throughput
         held += abs(ratio - 1) <= ratio * math.hypot(one.spread, other.spread)
     assert held >= 0.87 * draws, held  # 95 % less three standard errors of a share
-
-
-def test_leaders_are_measured_one_by_one_after_a_runner_error():
-    class Lost(Turns):
-        def take_turns(self, requests, alone, patience_s):
-            self.stretches.append([each.number for each in requests])
-            raise RunnerError("the host agent was lost")
-
-    trials, stretches, _ = confirm([60.0, 100.0, 90.0], kind=Lost)
-    assert stretches == [[1, 2, 0]]
-    assert summary.best(trials).number == 1
-    assert [len(trial.remeasured) for trial in trials] == [FEWEST_ROUNDS] * 3
 
 
 def test_a_pair_of_which_one_timed_out_is_not_measured_further():

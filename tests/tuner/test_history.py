@@ -35,11 +35,10 @@ def test_after_any_changes_it_is_what_a_first_look_says():
         elif action < 0.8 and pending:
             trial = draw.choice(pending)
             speed = draw.uniform(1, 9)
-            slow = draw.choice([None, 0.5])
             status = draw.choice([Status.OK, Status.OK, Status.OOM, Status.SKIPPED])
             measured = Measurement(status=status, reason="so")
             if status is Status.OK:
-                measured = Measurement(status=status, throughput=speed, machine_speed=slow, probe=probe())
+                measured = Measurement(status=status, throughput=speed, probe=probe())
             trials = [replace(each, measurement=measured) if each is trial else each for each in trials]
         elif worked:
             trial = draw.choice(worked)
@@ -52,7 +51,6 @@ def test_after_any_changes_it_is_what_a_first_look_says():
         assert (now.tried, now.best) == (first.tried, first.best)
         assert now.reference(3) == first.reference(3)
     assert history.tried > 50
-    assert history.best > 9, "what ran while the machine was at half its speed counts double"
 
 
 def test_a_refined_configuration_and_what_was_skipped_are_no_trials_of_the_space():

@@ -27,8 +27,8 @@ class Takes(Runner):
 
     name = "takes"
 
-    def __init__(self, clock, seconds, load=None):
-        self._clock, self._seconds, self._load, self.begun, self.settled = clock, seconds, load, [], []
+    def __init__(self, clock, seconds):
+        self._clock, self._seconds, self.begun, self.settled = clock, seconds, [], []
 
     def run(self, request):
         count = len(self.begun)
@@ -38,18 +38,17 @@ class Takes(Runner):
         self._clock.now += seconds
         return Measurement(
             status=Status.OK, throughput=100.0 + request.config["x"] / 1e4, seconds_total=seconds,
-            foreign_cores=None if self._load is None else self._load(count),
         )  # fmt: skip
 
 
 class Searched:
     """A search of so many seconds with such trials."""
 
-    def __init__(self, folder, seconds, trial_seconds, refinement=None, before=0.0, load=None, **budget):
+    def __init__(self, folder, seconds, trial_seconds, refinement=None, before=0.0, **budget):
         space = Space()
         space.choice("x", list(range(1000)))
         clock, self.listener = Clock(), RecordingListener()
-        self.runner = Takes(clock, trial_seconds, load)
+        self.runner = Takes(clock, trial_seconds)
         watch = Stopwatch(seconds, clock)
         begin = clock.now
         clock.now += before

@@ -197,11 +197,10 @@ def test_the_user_s_listener_hears_everything(tmp_path):
     result = make_result((a_trial(),), (), folder=None, ended="trials", interrupted=False)
     arguments = {
         "on_start": [PLAN], "on_trial_end": [a_trial()], "on_end": [result], "on_remeasure": [[], 1, 2],
-        "on_alternate": [[], 1.0],
     }  # fmt: skip
     for name in events:
         getattr(tracking, name)(*arguments.get(name, ["something"]))
-    assert heard == events and len(events) == 8
+    assert heard == events and len(events) == 7
 
 
 def test_bad_input_is_named(tmp_path):

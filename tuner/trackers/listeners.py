@@ -94,9 +94,6 @@ class SearchTracking(Tracking, SearchListener):
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         self._listener.on_remeasure(leaders, done, total, seconds)
 
-    def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
-        self._listener.on_alternate(leaders, seconds)
-
     def on_message(self, message: str) -> None:
         self._listener.on_message(message)
 

@@ -80,7 +80,7 @@ def test_a_progress_bar_is_enough_and_it_is_ended_once_its_speed_is_known(run, s
     # Steps of 10 ms and of two samples.
     assert measured.unit == "samples/s" and 100 < measured.throughput <= 202
     assert measured.step_ms == pytest.approx(2e3 / measured.throughput) and measured.step_ms_spread > 0
-    assert measured.peak_memory_mib > 1 and measured.foreign_cores is not None
+    assert measured.peak_memory_mib > 1
     assert time.monotonic() - begin < 30 and "999/1000" not in log and "1/1000" in log
 
 
