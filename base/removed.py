@@ -38,6 +38,7 @@ _TUNE = {
     "--env": "write NAME=VALUE before the command's program, or `env` beside `command` into a --command-file",
     "--headroom": _HEADROOM,
     "--ranks": _RANKS,
+    "--emulate-first": "the estimate sets aside what cannot fit; `--runner emulate` measures memory on one device",
     "--memory-only": "--runner emulate predicts the time if --hardware is not this machine's, and measures memory alone",
     "--from": "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",
     "--trace-memory": "`redline estimate --explain` shows the parts of the predicted memory, and "

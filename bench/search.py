@@ -12,9 +12,6 @@ their own libraries:
     hebo-atorch             HEBO's suggest/observe as ATorch calls it: a failure is a throughput of 0
     batch-search            the largest micro-batch that fits, by doubling, for one layout after the other
 
-`--emulate-first` looks at a proposal's memory before its dry run, as `redline tune --emulate-first` does on one device; a
-proposal that does not fit does not count as one. Memory is known up to `EMULATED_STD`, the error of emulated ranks.
-
 A peer's suggestion that is not a row, or was tried before, is replaced by the nearest remaining row, which favours
 peers. A table whose rows all failed is reported separately: the number of dry runs until the search ended with
 "nothing feasible".
@@ -43,15 +40,12 @@ from redline.results import Measurement, Status, Trial
 from redline.runners import Runner
 from redline.runners.runner import TrialRequest
 from redline.tuner.default_prior import CPU, DefaultPrior, default_prior
-from redline.tuner.emulating import EmulateFirst
 from redline.tuner.samplers import make_sampler, sampler_names
 from redline.tuner.samplers.prior import ShapePrior
 from surrogates import SURROGATES
 from tables import Surface, read_folder
 
 CHECKPOINTS = (3, 5, 10, 20, 30, 50)
-EMULATED_STD = 0.01
-"""Standard deviation of the logarithm of an emulated rank's memory, by docs/emulation.md."""
 COLUMNS = (*(f"after_{n}" for n in CHECKPOINTS), "failed_10", "failed")
 COLOURS = ("#d62728", "#ff7f0e", "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#17becf")
 Tables = Mapping[str, Mapping[str, float]]
@@ -170,31 +164,10 @@ class Rows(Runner):
         self.closed = True
 
 
-class EmulatedRows(Rows):
-    """Runs an emulated rank of a row: it determines whether the row fits, up to the error of its memory."""
-
-    def __init__(self, surface: Surface, seed: int) -> None:
-        super().__init__(surface)
-        self._rng = np.random.default_rng(seed)
-
-    def run(self, request: TrialRequest) -> Measurement:
-        row = super().run(request)
-        error = float(np.exp(EMULATED_STD * self._rng.normal()))
-        peak, limit = row.peak_memory_mib, row.memory_limit_mib
-        fits = row.status is not Status.OOM if peak is None or limit is None else peak * error <= limit
-        return Measurement(
-            status=Status.OK if fits else Status.OOM,
-            reason="" if fits else "an emulated rank does not fit",
-            peak_memory_mib=peak,
-            emulated_ranks="0",
-        )
-
-
-def replay(surface: Surface, name: str, seed: int, trials: int, begin: str, emulates: bool = False) -> dict[str, Any]:
+def replay(surface: Surface, name: str, seed: int, trials: int, begin: str) -> dict[str, Any]:
     """Returns throughput (0 for a failure) of each dry run of one search, and seconds of a proposal."""
     ask = PEERS[name](surface, seed) if name in PEERS else own_sampler(surface, seed, name)
-    rows: Runner = Rows(surface)
-    runner = EmulateFirst(EmulatedRows(surface, seed), rows) if emulates else rows
+    runner = Rows(surface)
     done = beginning(surface, begin, seed)
     seconds, proposals, run = 0.0, 0, len(done)
     while run < trials:
@@ -205,12 +178,10 @@ def replay(surface: Surface, name: str, seed: int, trials: int, begin: str, emul
             break
         proposals += 1
         measured = runner.run(TrialRequest(config=config, number=len(done)))
-        run += measured.status is not Status.SKIPPED
+        run += 1
         done.append(Trial(number=len(done), config=config, measurement=measured))
     return {
-        "values": [
-            t.measurement.throughput if t.ok else 0.0 for t in done if t.measurement.status is not Status.SKIPPED
-        ],
+        "values": [trial.measurement.throughput if trial.ok else 0.0 for trial in done],
         "seconds": seconds / max(proposals, 1),
     }
 
@@ -236,19 +207,17 @@ def interval(rows: np.ndarray) -> tuple[float, float]:
     return float(rows.mean()), float(high - low) / 2
 
 
-def cached(
-    folder: Path | None, surface: Surface, name: str, seed: int, trials: int, begin: str, emulates: bool
-) -> dict[str, Any]:
+def cached(folder: Path | None, surface: Surface, name: str, seed: int, trials: int, begin: str) -> dict[str, Any]:
     """Returns a search, read from `folder` if the same code ran it before on the same table."""
     if folder is None:
-        return replay(surface, name, seed, trials, begin, emulates)
+        return replay(surface, name, seed, trials, begin)
     rows = sorted((c.id, m.throughput or 0.0) for c, m in surface.rows.items())
     code = [] if name in PEERS else [sources()]
-    key = hashlib.sha256(json.dumps([rows, name, seed, trials, begin, emulates, *code]).encode()).hexdigest()[:20]
+    key = hashlib.sha256(json.dumps([rows, name, seed, trials, begin, *code]).encode()).hexdigest()[:20]
     path = folder / f"{name}-{surface.name}-{seed}-{key}.json"
     if path.is_file():
         return json.loads(path.read_text())
-    run = replay(surface, name, seed, trials, begin, emulates)
+    run = replay(surface, name, seed, trials, begin)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run))
     return run
@@ -403,7 +372,6 @@ def main() -> None:
         choices=("sampler", "default", "random"),
         help="the first dry run: the sampler's proposal, the default configuration as in `redline tune`, or a random one",
     )
-    parser.add_argument("--emulate-first", action="store_true", help="proposals that do not fit are no dry runs")
     parser.add_argument("--cache", type=Path, help="folder that caches searches for the next run of the same code")
     parser.add_argument("--out", type=Path, help="folder for search.csv, search-summary.csv and search.svg")
     arguments = parser.parse_args()
@@ -437,7 +405,6 @@ def main() -> None:
                         seed,
                         arguments.trials,
                         arguments.begin,
-                        arguments.emulate_first,
                     )
                 except LookupError as error:
                     print(f"{name} on {surface.name}: {error}", file=sys.stderr)

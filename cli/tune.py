@@ -53,7 +53,7 @@ GROUPS = {
     "Target": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
     "Search space": tuple(field.name for field in fields(SpaceRequest)),
     "Budget": ("trials", "time", "device_hours", "patience"),
-    "Devices": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "device_kind"),
+    "Devices": ("runner", "hardware", "memory_limit", "ray_address", "device_kind"),
     "Results": ("out", "resume", "as_json", "log_to"),
     "Your own command": ("command", "launcher", "model", "metric", "command_file", "dry"),
 }

@@ -226,8 +226,8 @@ class Measurement:
 
     @property
     def did_not_fit(self) -> bool:
-        """True if memory ran out: of the trial's ranks, or of one that was emulated before they would have started."""
-        return self.status is Status.OOM or (self.status is Status.SKIPPED and bool(self.emulated_ranks))
+        """True if memory ran out."""
+        return self.status is Status.OOM
 
     @property
     def reached(self) -> float:

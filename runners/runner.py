@@ -92,32 +92,3 @@ class Runner(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class WrappingRunner(Runner):
-    """Base class of runners that change the trials of another one. All other properties are those of that runner.
-
-    Args:
-        runner: runs the trials.
-        beside: another runner, which is started and closed with it.
-    """
-
-    def __init__(self, runner: Runner, beside: Runner | None = None) -> None:
-        self.name = runner.name  # type: ignore[misc]  # that of the trials
-        self.slots, self.isolated, self.confirms = runner.slots, runner.isolated, runner.confirms
-        self.settle_s, self.per_host, self.device = runner.settle_s, runner.per_host, runner.device
-        self._runner = runner
-        self._all = (runner,) if beside is None else (beside, runner)
-
-    def wait_ready(self) -> None:
-        for runner in self._all:
-            runner.wait_ready()
-
-    def stop(self, log: str) -> None:
-        for runner in self._all:
-            runner.stop(log)
-
-    def close(self) -> None:
-        self.closed = True
-        for runner in self._all:
-            runner.close()

@@ -1,7 +1,5 @@
 """Emulated trials of a search: their runner, their memory, and the checks of a request for them."""
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +8,17 @@ from ..base.errors import UsageError
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware
 from ..estimator.measuring import table_entry
-from ..estimator.plans import choose
 from ..estimator.time import BINDS
 from ..frameworks.registry import find_launcher
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule
-from ..results import Measurement, Status, Trial
+from ..results import Measurement, Status
 from ..runners import Runner, TimingPlan, TrialTerms
 from ..runners.command.command import Command
 from ..runners.host.client import HostAgent
 from ..runners.place.emulate import EmulateRunner, EmulationTerms
-from ..runners.runner import TrialRequest, WrappingRunner
+from ..runners.runner import TrialRequest
 from ..space import Space
 
 if TYPE_CHECKING:
@@ -68,7 +65,6 @@ def emulator(
     estimator: "Estimator | None",
     *,
     agent: HostAgent | None = None,
-    memory_only: bool | None = None,
 ) -> Runner:
     """Returns the runner of emulated trials, ready for the first trial.
 
@@ -77,7 +73,6 @@ def emulator(
         limit_mib: memory of a rank, MiB.
         estimator: estimator of the task.
         agent: an agent that was started beforehand.
-        memory_only: measure memory alone and predict the time; None does so if the hardware is not the device here.
 
     Raises:
         UsageError: the hardware is neither known nor measurable here, or its times cannot be measured on this device.
@@ -89,10 +84,8 @@ def emulator(
             "name its hardware by --hardware NAME or FILE"
         )
     hardware, device = estimator.hardware, task.device
-    here = _is(hardware.name, hardware.kind, device)
-    if memory_only is False and not here:
-        raise UsageError(f"times measured on {device.name} say nothing about {hardware.name}: leave --hardware out")
-    memory_only = not here if memory_only is None else memory_only
+    # Times measured here do not apply to other hardware.
+    memory_only = not _is(hardware.name, hardware.kind, device)
     threads = max(1, usable_cores() // task.devices) if device.type == "cpu" else None
     terms = TrialTerms(
         device=device,
@@ -127,70 +120,6 @@ def _is(name: str, kind: str, device: Device) -> bool:
     return name.startswith("this-") or (found is not None and found.name == name)
 
 
-AHEAD = 3
-"""Number of configurations that are emulated with their times before the first trial, to correct the estimate."""
-
-
-def check_emulate_first(request: "Request", task: "Task") -> None:
-    """Refuses `emulate_first` if there is nothing to emulate, or no device to do it on.
-
-    Raises:
-        UsageError: that is the case.
-    """
-    if task.own is None or task.simulated or task.emulated or isinstance(request.runner, Runner):
-        raise UsageError(
-            "--emulate-first tries a workload's candidates on one device before all of theirs: it cannot be used with commands, "
-            f"callables, given runners, or the runner '{request.runs_on}'"
-        )
-    if task.devices == 1:
-        raise UsageError("--emulate-first has no use for trials of one device, which is the trial itself")
-    if (request.concurrency or 1) > 1:
-        raise UsageError(
-            "--emulate-first emulates on a device of the next trial, so trials run one at a time: leave --concurrency out"
-        )
-
-
-class EmulateFirst(WrappingRunner):
-    """Emulates a candidate's deciding ranks on one device, and runs the trial on all devices only if they fit.
-
-    Args:
-        emulated: measures memory only.
-        devices: runs the trials.
-    """
-
-    def __init__(self, emulated: Runner, devices: Runner) -> None:
-        super().__init__(devices, beside=emulated)
-        self.slots = 1
-        self._emulated = emulated
-        self._known: dict[Any, Measurement] = {}
-
-    def run(self, request: TrialRequest) -> Measurement:
-        begin = time.perf_counter()
-        known = self._known.get(request.config)
-        if known is None:
-            known = self._known[request.config] = self._emulated.run(request)
-        if known.status is Status.OOM:
-            return replace(known, status=Status.SKIPPED, reason=f"not tried on the devices: {known.reason}")
-        # Other failures of an emulated rank need not occur on a real one.
-        spent = time.perf_counter() - begin
-        measured = self._runner.run(request)
-        total = None if measured.seconds_total is None else measured.seconds_total + spent
-        return replace(measured, seconds_total=total, seconds_overhead=(measured.seconds_overhead or 0.0) + spent)
-
-
-def corrected_by_emulation(
-    estimator: "Estimator", space: Space, runner: Runner, say: Callable[[str], None]
-) -> "Estimator":
-    """Returns the estimator, corrected by emulated trials of the estimate's best plans."""
-    trials = []
-    for number, each in enumerate(choose(estimator, space, top=AHEAD).best):
-        config = each.config
-        say("emulating")
-        measured = runner.run(TrialRequest(config=config, number=number))
-        trials.append(Trial(number=number, config=config, measurement=measured))
-    return estimator.carrying([estimator.calibrate(trials)]) if any(each.ok for each in trials) else estimator
-
-
 def emulates_command(request: "Request") -> bool:
     """True if the request is for a command whose framework can run one rank alone.
 
@@ -206,7 +135,7 @@ def emulates_command(request: "Request") -> bool:
     return True
 
 
-class EmulatedCommands(WrappingRunner):
+class EmulatedCommands(Runner):
     """Runs of a command's first rank alone. Its memory is the measured one; the missing time of communication is the
     estimate's share of links and bubble.
 
@@ -217,9 +146,20 @@ class EmulatedCommands(WrappingRunner):
     """
 
     def __init__(self, runner: Runner, task: "Task", estimator: "Estimator | None") -> None:
-        super().__init__(runner)
-        self.confirms = False
-        self._task, self._estimator = task, estimator
+        self.name = runner.name  # type: ignore[misc]  # that of the trials
+        self.slots, self.isolated, self.confirms = runner.slots, runner.isolated, False
+        self.per_host, self.device = runner.per_host, runner.device
+        self._runner, self._task, self._estimator = runner, task, estimator
+
+    def wait_ready(self) -> None:
+        self._runner.wait_ready()
+
+    def stop(self, log: str) -> None:
+        self._runner.stop(log)
+
+    def close(self) -> None:
+        self.closed = True
+        self._runner.close()
 
     def run(self, request: TrialRequest) -> Measurement:
         measured = self._runner.run(request)

@@ -274,8 +274,7 @@ class Search:
         """Reason why further trials are not worth their time; None if there is none."""
         if not self.budget.patience or self.judge is None or len(trials) < self._judge_at:
             return None
-        # An emulated rank that ran out of memory has shown as much as a trial would have.
-        trials = [trial for trial in trials if not trial.skipped or trial.measured.did_not_fit]
+        trials = [trial for trial in trials if not trial.skipped]
         finished = [trial for trial in trials if not trial.pending]
         if len(finished) < self._judge_at:
             return None
@@ -312,7 +311,7 @@ class Search:
 
     def _exhausted(self, trials: list[Trial]) -> str:
         """Reason for the end of a search with nothing left to try."""
-        tried = [trial for trial in trials if not trial.pending and (not trial.skipped or trial.measured.did_not_fit)]
+        tried = [trial for trial in trials if not trial.pending and not trial.skipped]
         if tried and all(trial.measured.did_not_fit for trial in tried):
             return (
                 f"nothing feasible: {_trials(len(tried))} ran out of memory, and every other configuration needs at "

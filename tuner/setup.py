@@ -34,9 +34,6 @@ from .default_prior import assumed_hardware, default_prior
 from .emulating import (
     EMULATE,
     EmulatedCommands,
-    EmulateFirst,
-    check_emulate_first,
-    corrected_by_emulation,
     emulates_command,
     emulator,
     may_compile,
@@ -89,7 +86,7 @@ class SearchSetup:
 
     def runner(self, earlier: Sequence[Trial]) -> Runner:
         """Returns the runner of the trials; `earlier` are those of a resumed run."""
-        runner = make_runner(
+        return make_runner(
             self.request,
             self.task,
             work=self.work,
@@ -99,14 +96,6 @@ class SearchSetup:
             agent=self.agent,
             starting=self.starting,
         )
-        if not self.request.emulate_first:
-            return runner
-        try:
-            emulation = emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True)
-        except BaseException:
-            runner.close()
-            raise
-        return EmulateFirst(emulation, runner)
 
 
 def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], None]) -> SearchSetup:
@@ -133,7 +122,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         agent = started()
     on_ray = request.runs_on == RayRunner.name
     joins = on_ray and cluster_address(request.ray_address) is not None
-    if on_ray and not request.emulate_first and (joins or imports_early(request.target)):
+    if on_ray and (joins or imports_early(request.target)):
         # Ray starts while the task is resolved.
         driver = RayDriver(request.ray_address)
         stack.callback(driver.close, 0)
@@ -171,7 +160,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         request_document["rank_memory_mib"] = limit_mib
 
     starting = None
-    if request.runs_on == RayRunner.name and work is not None and not request.emulate_first:
+    if request.runs_on == RayRunner.name and work is not None:
         # Trials are placed while the space is predicted.
         say = request.listener.on_wait if request.listener is not None else lambda stage: None
         ray = {
@@ -192,10 +181,6 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
             warn(f"the search begins without an estimate: {name} is not in the hardware table; --hardware names it")
     else:
         estimator = _estimator(task, limit_mib, starting or agent, hardware, warn)
-    if request.emulate_first and estimator is not None:
-        with emulator(request, task, limit_mib, estimator, memory_only=False) as ahead:
-            say = request.listener.on_wait if request.listener is not None else lambda stage: None
-            estimator = corrected_by_emulation(estimator, task.space, ahead, say)
     prior = _prior(request, task, estimator, transferred, warn)
     initial = first_trial(task.space, prior if task.workload is not None else None, HEADROOM)
     if initial.note:
@@ -251,8 +236,6 @@ def _check(request: Request, task: Task, request_document: Mapping[str, Any]) ->
         UsageError: parts of the request contradict each other, or one of them has no effect.
     """
     check_honoured(request, task)
-    if request.emulate_first:
-        check_emulate_first(request, task)
     deadline = request.timeout_s if request.given("trial_timeout") else None
     # Without a limit, GPUs run as many trials at once as there is room for.
     at_once = request.concurrency or (1 if task.device.type == "cpu" else None)
@@ -382,8 +365,6 @@ def check_honoured(request: Request, task: Task) -> None:
             )
     if "device_kind" in requested_options and cluster_address(request.ray_address) is None:
         raise UsageError("--device-kind chooses among the devices of a cluster: --ray-address")
-    if "device_kind" in requested_options and request.emulate_first:
-        raise UsageError("--emulate-first emulates on a device of this host; leave --device-kind out")
     runs_here = not task.simulated and request.runs_on != EMULATE and task.device.type == "cpu"
     if (
         task.workload is not None

@@ -2,7 +2,6 @@
 
 import csv
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,7 @@ import yaml
 from command_line import run
 from redline.base.errors import UsageError
 from redline.frameworks.launcher import without_torchrun
-from redline.results import Measurement, Status, Trial, summary
-from redline.runners.runner import Runner, TrialRequest
-from redline.space import Config
-from redline.tuner.emulating import EmulateFirst, communicated, corrected_by_emulation
-from redline.tuner.feasibility import OutOfMemoryKnowledge
+from redline.tuner.emulating import communicated
 
 NARROW = {
     "global_batch": 32,
@@ -71,100 +66,11 @@ def test_a_whole_search_is_emulated_and_says_so_wherever_it_is_shown(finished, c
     ("options", "says"),
     [
         ({"runner": "emulate", "soak": True}, "no part in emulated trials"),
-        ({"runner": "simulate", "hardware": "h100-80gb", "emulate_first": True}, "emulate_first"),
-        ({"runner": "local", "emulate_first": True, "devices": 1}, "no use for trials of one device"),
     ],
 )
 def test_options_without_effect_are_refused(options, says):
     with pytest.raises(UsageError, match=says):
         rl.tune("gpt2-tiny", **{"devices": 2, "trials": 1, "global_batch": 32, **options})
-
-
-class Answers(Runner):
-    """Returns each configuration's measurement and records the requests."""
-
-    name = "local"
-
-    def __init__(self, answer):
-        self.answer, self.asked = answer, []
-
-    def run(self, request):
-        self.asked.append(request.config)
-        return self.answer(request.config)
-
-
-def fits(config):
-    return Measurement(status=Status.OK, throughput=1.0, seconds_total=1.0, step_ms=5.0)
-
-
-def too_large(config):
-    if config["micro_batch"] < 8:
-        return fits(config)
-    return Measurement(
-        status=Status.OOM, reason="emulated: rank 3: asked for 9 MiB", emulated_ranks="0,3", peak_memory_mib=900.0,
-        memory_limit_mib=800.0, seconds_total=2.0,
-    )  # fmt: skip
-
-
-def test_emulated_oom_trials_never_use_devices():
-    emulated, devices = Answers(too_large), Answers(fits)
-    runner = EmulateFirst(emulated, devices)
-    large, small = Config(micro_batch=8), Config(micro_batch=4)
-    skipped = runner.run(TrialRequest(config=large, number=0))
-    assert (skipped.status, skipped.peak_memory_mib) == (Status.SKIPPED, 900.0)
-    assert "rank 3" in skipped.reason and "not tried on the devices" in skipped.reason
-    measured = runner.run(TrialRequest(config=small, number=1))
-    runner.run(TrialRequest(config=small, number=2))
-    assert measured.ok and measured.seconds_total >= 1.0
-    assert devices.asked == [small, small]
-    assert emulated.asked == [large, small], "what was measured again is not emulated again"
-
-
-@pytest.mark.parametrize(("sizes", "monotone"), [(16, 0), (4, 1)])
-def test_a_search_ends_when_emulated_ranks_show_that_nothing_fits(sizes, monotone):
-    def never_fits(config):
-        return replace(too_large({"micro_batch": 8}), peak_memory_mib=900.0 + config["micro_batch"])
-
-    space = rl.Space()
-    space.choice("micro_batch", [2**each for each in range(sizes)], monotone_memory=monotone)
-    space.choice("attention", ["eager", "sdpa"])
-    devices = Answers(fits)
-    result = rl.tune(fits, space, runner=EmulateFirst(Answers(never_fits), devices), trials=4, patience=5)
-    assert devices.asked == []
-    assert "nothing feasible" in result.ended and len(result.all_trials) <= 8
-    assert "The smallest need seen is 90" in summary.why_nothing(result.all_trials)
-
-
-def test_an_emulated_rank_without_memory_rules_out_what_needs_more():
-    space = rl.Space()
-    space.choice("micro_batch", [4, 8, 16], monotone_memory=1)
-    measured = replace(too_large(Config(micro_batch=8)), status=Status.SKIPPED)
-    assert measured.did_not_fit
-    trial = Trial(number=0, config=Config(micro_batch=8), measurement=measured)
-    knowledge = OutOfMemoryKnowledge(space)
-    assert knowledge.blocked_by(Config(micro_batch=16), [trial]) is trial
-    assert knowledge.blocked_by(Config(micro_batch=4), [trial]) is None
-    plain = replace(trial, measurement=Measurement(status=Status.SKIPPED, reason="needs as much as another"))
-    assert knowledge.blocked_by(Config(micro_batch=16), [plain]) is None
-
-
-def test_emulated_times_correct_the_estimate():
-    workload = rl.workload("gpt2-tiny", global_batch=64)
-    estimator = rl.Estimator(workload, "h100-80gb", {"devices": 8, "global_batch": 64, "seq_len": 64})
-    space = rl.Space()
-    space.choice("micro_batch", [1, 2, 4, 8])
-
-    def slow(config):
-        return Measurement(
-            status=Status.OK, throughput=1.0, step_ms=3 * estimator(config).step_ms, emulated_ranks="0",
-            samples_per_step=64, samples_per_second=64e3 / (3 * estimator(config).step_ms),
-        )  # fmt: skip
-
-    runner = Answers(slow)
-    corrected = corrected_by_emulation(estimator, space, runner, lambda what: None)
-    config = Config(micro_batch=2)
-    assert runner.asked
-    assert 1.3 < corrected(config).step_ms / estimator(config).step_ms < 3.0
 
 
 def test_torchrun_is_taken_out_of_a_command_and_nothing_else():

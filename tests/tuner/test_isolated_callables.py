@@ -214,10 +214,6 @@ ON_A_CLUSTER = {"isolate": True, "runner": "ray", "ray_address": "127.0.0.1:1"}
             {"isolate": True, "runner": "ray", "device_kind": "a100"},
             r"device_kind chooses among the devices of a cluster",
         ),
-        (
-            {**ON_A_CLUSTER, "device_kind": "a100", "emulate_first": True},
-            r"emulate_first=True emulates on a device of this host; leave device_kind out",
-        ),
         ({"isolate": True, "runner": "rey"}, r"unknown runner 'rey'; did you mean 'ray'\?"),
     ],
 )

@@ -31,7 +31,6 @@ ONLY_HERE = {
         "runner",
         "ray_address",
         "device_kind",
-        "emulate_first",
         "out",
         "resume",
         "storage",

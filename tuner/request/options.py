@@ -154,8 +154,6 @@ class RunRequest:
             that process is an outcome, not the end of the search. Its output goes to the trial's log, and its changes
             are lost. False calls it in this process, which is necessary if it works on state or devices of this
             process.
-        emulate_first: before a trial takes its devices, emulate its deciding ranks on one of them; if these run out of
-            memory the trial is skipped. Some emulated trials also correct the estimate before the first.
         hardware: a name, a YAML file or a `redline.Hardware`: the hardware to emulate, of which memory is measured and
             time predicted if it is not this machine's; with other runners, the hardware that the estimate assumes. By
             default it is looked up, or measured for a second.
@@ -179,7 +177,6 @@ class RunRequest:
     ] = None
     direction: str | None = None
     isolate: bool = True
-    emulate_first: Annotated[bool, Option("Emulate a candidate's ranks on one device before its trial.")] = False
     hardware: Annotated[
         Any,
         Option("Hardware to emulate, or to assume for the estimate.", sent=True, metavar="NAME|FILE"),
