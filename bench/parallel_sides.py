@@ -12,7 +12,7 @@ from typing import Any
 
 from redline.models import Workload
 from redline.models.batches import batch_slice, make_batch, to_device
-from redline.runners.trial.dry_run import join_as_by_torchrun
+from redline.runners.trial.dry_run import join
 from redline.runners.trial.rank import RankContext
 
 IMPORTS = ("accelerate", "transformers.trainer", "torch.distributed.fsdp", __name__)
@@ -67,6 +67,26 @@ class Side:
         import torch
 
         return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+
+def join_as_by_torchrun(context: RankContext) -> Any:
+    """As `join`, with the environment that torchrun gives a rank, which other libraries read; returns the rank's device."""
+    import os
+
+    import torch
+
+    for name, value in {
+        "RANK": context.rank,
+        "LOCAL_RANK": context.local_rank,
+        "WORLD_SIZE": context.world_size,
+        "LOCAL_WORLD_SIZE": context.local_world_size,
+        "OMP_NUM_THREADS": torch.get_num_threads(),
+    }.items():
+        os.environ[name] = str(value)
+    torch.manual_seed(0)
+    join(context)
+    on_cpu = context.device_type == "cpu"
+    return torch.device(context.device_type, None if on_cpu else context.local_rank)
 
 
 def now(device: Any) -> float:

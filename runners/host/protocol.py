@@ -13,7 +13,6 @@ processes itself, cannot end one that hangs, and does not state why one died.
 
 import contextlib
 import itertools
-import json
 import math
 import os
 import socket
@@ -28,12 +27,9 @@ from typing import Any
 
 from ...base import errors
 from ...base.errors import RedlineError, RunnerError
-from ...base.reading import parse_json
 
 CALL, CANCEL, NOTE, DONE, FAILED, ALIVE = "call", "cancel", "note", "done", "failed", "alive"
 """Kinds of messages. Each message is a tuple: its kind, the number of its call, and further items."""
-LONGEST_ERROR = 2000
-"""Longest error of an untrusted peer, characters; the rest is cut off."""
 
 
 class RemoteError(RunnerError):
@@ -49,12 +45,10 @@ class Channel:
 
     Args:
         connection: with a socket below it, such as one end of a `Pipe()`.
-        plain: True for messages in JSON, from untrusted peers: loading a pickle can run code.
-        largest: longest message that is received, bytes; None for no limit. Only with `plain`.
     """
 
-    def __init__(self, connection: Connection, *, plain: bool = False, largest: int | None = None) -> None:
-        self._connection, self.plain, self._largest = connection, plain, largest
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
@@ -71,10 +65,7 @@ class Channel:
             OSError: the connection is closed, or the peer does not read.
         """
         with self._sending:
-            if self.plain:
-                self._connection.send_bytes(json.dumps(message).encode())
-            else:
-                self._connection.send(message)
+            self._connection.send(message)
 
     def receive(self) -> tuple[Any, ...]:
         """Waits for a message and returns it.
@@ -83,8 +74,6 @@ class Channel:
             EOFError: the connection is closed.
         """
         try:
-            if self.plain:
-                return tuple(parse_json(self._connection.recv_bytes(self._largest)))
             return tuple(self._connection.recv())
         except OSError as error:
             raise EOFError(str(error)) from error
@@ -157,17 +146,15 @@ class Caller:
     """Calls functions of a peer. Thread-safe.
 
     A thread that waits for a reply reads the connection for all of them, so that no thread is needed: a process with
-    another thread must not fork. With `watched` a thread reads all the time, and a lost peer is detected at once.
+    another thread must not fork. After `watch` a thread reads all the time, and a lost peer is detected at once.
 
     Args:
         connection: to the peer.
         on_lost: called when the peer is lost, with the exception: EOFError if it closed the connection,
             TimeoutError if it was silent, or the error of an unreadable message or of a send that was not read.
             Returns the text of the `RunnerError` with which open and later calls fail.
-        plain, largest: see `Channel`. Notes of a peer that sends JSON are refused, its errors are all `RunnerError`.
         start_s, silence_s: time without any message after which the peer counts as lost, s, before and after its first
             sign of life (see `keep_alive`); None for no limit.
-        watched: name of a thread that reads all the time; None for no such thread.
     """
 
     def __init__(
@@ -175,14 +162,10 @@ class Caller:
         connection: Connection,
         on_lost: Callable[[Exception], str],
         *,
-        plain: bool = False,
-        largest: int | None = None,
         start_s: float | None = None,
         silence_s: float | None = None,
-        watched: str | None = None,
     ) -> None:
-        self._channel = Channel(connection, plain=plain, largest=largest)
-        self._plain, self._on_lost = plain, on_lost
+        self._channel, self._on_lost = Channel(connection), on_lost
         self._changed, self._losing = threading.Condition(), threading.Lock()
         self._numbers = itertools.count(1)
         self._open: dict[int, Call] = {}
@@ -190,8 +173,6 @@ class Caller:
         self._reading = self._closed = False
         self._patience_s, self._silence_s, self._received = start_s, silence_s, time.monotonic()
         self._thread: threading.Thread | None = None
-        if watched is not None:
-            self.watch(watched)
 
     def watch(self, name: str) -> None:
         """Reads all the time from now on, in a thread of this name."""
@@ -277,11 +258,11 @@ class Caller:
 
     def _handle(self, kind: str, number: int, *items: Any) -> None:
         self._received = time.monotonic()
-        if kind == ALIVE and not self._plain:
+        if kind == ALIVE:
             self._patience_s = self._silence_s
             return
         with self._changed:
-            if kind == NOTE and not self._plain:
+            if kind == NOTE:
                 self._open[number].add(*items)
             elif kind == DONE:
                 (value,) = items
@@ -297,8 +278,6 @@ class Caller:
         """Returns the error that the peer raised."""
         error_type: Any = getattr(errors, kind, None)
         is_redline_error = isinstance(error_type, type) and issubclass(error_type, RedlineError)
-        if self._plain:
-            return RunnerError((message if is_redline_error else f"{kind}: {message}")[:LONGEST_ERROR])
         error: Exception = error_type(message) if is_redline_error else RemoteError(f"{kind}: {message}\n{trace}")
         error.__cause__ = RemoteTraceback(trace)
         return error
@@ -385,24 +364,13 @@ def keep_alive(channel: Channel) -> None:
         channel.send(ALIVE, 0)
 
 
-def serve(
-    channel: Channel, answer: Callable[[Received], Any], cancel: Callable[[int], None] = lambda number: None
-) -> None:
-    """Replies to calls, each in a thread of its own, until the caller closes the connection.
-
-    Args:
-        channel: to the caller.
-        answer: returns the value of a reply.
-        cancel: called with the number of a call that need not be completed.
+def serve(channel: Channel, answer: Callable[[Received], Any]) -> None:
+    """Replies to calls with the values of `answer`, each in a thread of its own, until the caller closes the connection.
+    Calls are not cancelled.
     """
     while True:
         try:
-            kind, number, *items = channel.receive()
+            call = receive_call(channel)
         except EOFError:
             return
-        if kind == CANCEL:
-            cancel(number)
-            continue
-        method, arguments = items
-        received = Received(channel, number, method, tuple(arguments))
-        threading.Thread(target=received.reply, args=(answer,), daemon=True, name=method).start()
+        threading.Thread(target=call.reply, args=(answer,), daemon=True, name=call.method).start()

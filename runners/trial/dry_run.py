@@ -17,7 +17,7 @@ from .soak import SoakPlan, SoakReport, soak
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,26 +229,6 @@ def join(context: RankContext) -> None:
         world_size=context.world_size,
         timeout=None if seconds is None else timedelta(seconds=seconds),
     )
-
-
-def join_as_by_torchrun(context: RankContext) -> "torch.device":
-    """As `join`, with the environment that torchrun gives a rank, which other libraries read; returns the rank's device."""
-    import os
-
-    import torch
-
-    for name, value in {
-        "RANK": context.rank,
-        "LOCAL_RANK": context.local_rank,
-        "WORLD_SIZE": context.world_size,
-        "LOCAL_WORLD_SIZE": context.local_world_size,
-        "OMP_NUM_THREADS": torch.get_num_threads(),
-    }.items():
-        os.environ[name] = str(value)
-    torch.manual_seed(0)
-    join(context)
-    on_cpu = context.device_type == "cpu"
-    return torch.device(context.device_type, None if on_cpu else context.local_rank)
 
 
 def _agreement(world_size: int) -> tuple[Callable[[list[float]], list[float]], Callable[[list[float]], list[float]]]:
