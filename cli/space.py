@@ -78,8 +78,8 @@ def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
     if precision is not None and "fp8" not in (*precision.values, *(precision.others or ())):
         if reason := without_float8(workload, task.device):
             yield f"without fp8: {reason}"
-    if "kernels" not in knobs:
-        yield f"without kernels: {kernels_obstacle(workload).removeprefix('kernels: ')}"
+    if "kernels" not in knobs and (reason := kernels_obstacle(workload)):
+        yield f"without kernels: {reason.removeprefix('kernels: ')}"
     if "ep" in knobs and "capacity_factor" not in knobs:
         yield "without capacity_factor: it is lossy, since experts drop rows; --fix capacity_factor=1.25 sets it"
     if "zero" in knobs and "hsdp" not in knobs:

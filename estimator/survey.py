@@ -66,18 +66,18 @@ def shape_space(
     space = Space()
     kv_heads = shape.kv_heads or shape.heads
 
-    def uncut(ranks: int) -> str:
+    def uncut(ranks: int) -> str | None:
         even = kv_heads % ranks == 0 and shape.heads % ranks == 0
-        return "" if even else f"{ranks} ranks must divide the {kv_heads} key and value heads"
+        return None if even else f"{ranks} ranks must divide the {kv_heads} key and value heads"
 
-    def undivided(stages: int) -> str:
-        return "" if stages <= shape.layers else f"{stages} stages need as many of {shape.layers} layers"
+    def undivided(stages: int) -> str | None:
+        return None if stages <= shape.layers else f"{stages} stages need as many of {shape.layers} layers"
 
-    def apart(sp: int, cp: int, tp: int) -> str:
+    def apart(sp: int, cp: int, tp: int) -> str | None:
         even = sp == 1 or shape.heads % (sp * tp) == 0
-        return "" if even else f"tp * sp, {tp} * {sp}, must divide the {shape.heads} attention heads"
+        return None if even else f"tp * sp, {tp} * {sp}, must divide the {shape.heads} attention heads"
 
-    support = Support(tp=uncut, sequences=apart, pp=undivided, sequence_parallel="")
+    support = Support(tp=uncut, sequences=apart, pp=undivided, sequence_parallel=None)
     spread = parallel.declare(
         space,
         global_batch,

@@ -40,20 +40,20 @@ class RuleContext:
     """True if the workload has its own loss, instead of the model's."""
     blocks: int | None = None
     """Repeated blocks of the model."""
-    no_runs: str = ""
-    """Reason why the blocks of the model cannot have different degrees of tensor parallelism; empty if they can."""
-    no_sequences: str = ""
-    """Reason why ranks cannot share sequences in the model's blocks; empty if they can."""
-    no_ring: str = ""
-    """Reason why they cannot share them in a ring; empty if they can."""
+    no_runs: str | None = None
+    """Reason why the blocks of the model cannot have different degrees of tensor parallelism; None if they can."""
+    no_sequences: str | None = None
+    """Reason why ranks cannot share sequences in the model's blocks; None if they can."""
+    no_ring: str | None = None
+    """Reason why they cannot share them in a ring; None if they can."""
     heads: int | None = None
     """Attention heads of a block."""
-    no_stage_blocks: str = ""
-    """Reason why the knob `stage_blocks` cannot set the blocks of the model's stages; empty if it can."""
+    no_stage_blocks: str | None = None
+    """Reason why the knob `stage_blocks` cannot set the blocks of the model's stages; None if it can."""
     experts: tuple[int, ...] | None = None
     """Numbers of experts of the model's mixtures, unique; empty for a model without any."""
-    mixing: str = ""
-    """The part of the training that mixes the samples of a micro-batch; empty if there is none."""
+    mixing: str | None = None
+    """The part of the training that mixes the samples of a micro-batch; None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

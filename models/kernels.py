@@ -23,8 +23,8 @@ _LOOKED_AT = 2
 """Blocks of a list that run to observe the loss: the first may differ from the rest."""
 
 
-def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
-    """Reason why a workload's space lacks `kernels`; empty if it has it.
+def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str | None:
+    """Reason why a workload's space lacks `kernels`; None if it has it.
 
     Args:
         workload: with its own schedule, or a StandardSchedule.
@@ -44,8 +44,8 @@ def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
     return workload.once(formed_logits)
 
 
-def formed_logits(workload: Workload) -> str:
-    """Reason why the logits of a workload's head would be materialised anyway; empty if they are not.
+def formed_logits(workload: Workload) -> str | None:
+    """Reason why the logits of a workload's head would be materialised anyway; None if they are not.
 
     Its schedule is a StandardSchedule. Its loss is computed for one sample of fake tensors, after the first blocks of
     the model.
@@ -77,7 +77,7 @@ def formed_logits(workload: Workload) -> str:
     uses = formed_for(head)
     if formed := sorted(name for name, is_formed in uses.items() if is_formed):
         return f"its loss takes logits by {', '.join(formed)}, for which they have to be formed"
-    return "" if uses else "its loss takes no logits"
+    return None if uses else "its loss takes no logits"
 
 
 def _shorten(model: "nn.Module", blocks: list[str]) -> None:

@@ -27,8 +27,8 @@ ROUNDING = 3e-5
 class Mixing(NamedTuple):
     """How a training mixes samples."""
 
-    reason: str = ""
-    """The part that mixes the samples of a micro-batch; empty if there is none."""
+    reason: str | None = None
+    """The part that mixes the samples of a micro-batch; None if there is none."""
     over_replicas: bool = False
     """True if it is over the micro-batches of all replicas together."""
 

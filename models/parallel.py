@@ -143,7 +143,7 @@ class _Combination(NamedTuple):
         return prod(self)
 
 
-_Refused = dict[str, dict[int, str]]
+_Refused = dict[str, dict[int, str | None]]
 _Incompatible = dict[tuple[tuple[str, int], tuple[str, int]], str]
 """Reason why two knobs cannot have these values together."""
 
@@ -170,11 +170,9 @@ def _combinations(
     ]
 
 
-def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_loss: bool) -> str:
-    """Reason why this number of ranks cannot share sequences; empty if they can."""
-    if reason := support.sequences(sp, cp, 1):
-        return reason
-    return sequence_refusal(seq_len, sp, cp, own_loss=own_loss) or ""
+def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_loss: bool) -> str | None:
+    """Reason why this number of ranks cannot share sequences; None if they can."""
+    return support.sequences(sp, cp, 1) or sequence_refusal(seq_len, sp, cp, own_loss=own_loss)
 
 
 def _incompatible(
@@ -312,17 +310,17 @@ def _per_host(devices: int, device: Device) -> int:
     return max(divisor for divisor in divisors(devices) if divisor <= max(1, device.count))
 
 
-def _beyond_host(ranks: int, devices: int, device: Device, share: str = "a layer") -> str:
-    """Reason why neighbouring ranks would not be on one host."""
+def _beyond_host(ranks: int, devices: int, device: Device, share: str = "a layer") -> str | None:
+    """Reason why neighbouring ranks would not be on one host; None if they are."""
     if device.type != "cuda":
-        return ""
+        return None
     per_host = _per_host(devices, device)
     if per_host % ranks:
         return f"ranks that share {share} must be on one host, which has {per_host} of the {devices} devices"
-    return ""
+    return None
 
 
-def _cannot_share(total: int, devices: int, refused: dict[str, dict[int, str]]) -> str:
+def _cannot_share(total: int, devices: int, refused: _Refused) -> str:
     nearest = max(1, round(total / devices)) * devices
     message = (
         f"the global batch must be a multiple of the number of replicas, but {total} is not one of {devices}; "

@@ -390,8 +390,8 @@ def precisions(
     return tried, possible
 
 
-def without_float8(workload: Workload, device: Device) -> str:
-    """Returns why a workload's default space lacks fp8; empty if it has fp8."""
+def without_float8(workload: Workload, device: Device) -> str | None:
+    """Returns why a workload's default space lacks fp8; None if it has fp8."""
     return float8_obstacle(device) or workload.once_here(_schedule_facts).parallel.float8(1)
 
 
@@ -517,7 +517,7 @@ class _Facts:
     experts: tuple[int, ...]
     """Numbers of experts of the model's mixtures, unique."""
     parameters: int
-    no_stage_blocks: str
+    no_stage_blocks: str | None
     """Obstacle to stages with given numbers of blocks."""
 
 
@@ -543,16 +543,16 @@ def _schedule_facts(workload: Workload) -> _Facts:
     with user_code_errors(f"{workload.name}: schedule(sch, config)"):
         schedule(sch, recorder)
 
-    def ignored(name: str) -> str:
-        return "" if name in recorder.read else f"the workload's own schedule does not look at {name}"
+    def ignored(name: str) -> str | None:
+        return None if name in recorder.read else f"the workload's own schedule does not look at {name}"
 
     return _Facts(
         followed=recorder.read & set(KNOBS),
         runs=Runs(blocks=len(blocks), no_runs=ignored("strategy")),
         parallel=Support(
-            tp=lambda ranks: "" if ranks == 1 else ignored("tp"),
-            sequences=lambda sp, cp, tp: (sp > 1 and ignored("sp")) or (cp > 1 and ignored("cp")) or "",
-            pp=lambda stages: "" if stages == 1 else ignored("pp"),
+            tp=lambda ranks: None if ranks == 1 else ignored("tp"),
+            sequences=lambda sp, cp, tp: (ignored("sp") if sp > 1 else None) or (ignored("cp") if cp > 1 else None),
+            pp=lambda stages: None if stages == 1 else ignored("pp"),
             virtual_stages=ignored("virtual_stages"),
             float8=lambda ranks: unconvertible(block.module for block in blocks),
             sequence_parallel=ignored("sequence_parallel"),

@@ -32,27 +32,27 @@ NO_PIPELINE = "neither transformers nor redline has a pipeline plan for this mod
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Support:
-    """Parallel knobs that a model supports: a reason if it does not, empty if it does."""
+    """Parallel knobs that a model supports: obstacles in words, None where there is none."""
 
-    tp: Callable[[int], str]
+    tp: Callable[[int], str | None]
     """Obstacle to cutting the model over this number of tensor-parallel ranks."""
-    sequences: Callable[[int, int, int], str]
+    sequences: Callable[[int, int, int], str | None]
     """`sequences(sp, cp, tp)`: obstacle to sharing its sequences among ranks: `sp` of them exchange heads, `cp` of
     them pass keys around a ring, and each layer is cut over `tp` ranks.
     """
-    pp: Callable[[int], str]
+    pp: Callable[[int], str | None]
     """Obstacle to dividing it into this number of pipeline stages."""
-    sequence_parallel: str
+    sequence_parallel: str | None
     """Obstacle to cutting the sequence between regions. If there is none, tp must divide a sample's tokens."""
-    replicas: str = ""
+    replicas: str | None = None
     """Obstacle to replicas with samples of their own."""
-    virtual_stages: str = ""
+    virtual_stages: str | None = None
     """Obstacle to several stages on a pipeline rank."""
-    zero_in_stages: str = ""
+    zero_in_stages: str | None = None
     """Obstacle to sharding parameters and gradients (ZeRO 2 and 3) over the replicas of a pipeline."""
-    kernels: str = ""
+    kernels: str | None = None
     """Obstacle to a loss without materialised logits."""
-    float8: Callable[[int], str] = lambda ranks: ""
+    float8: Callable[[int], str | None] = lambda ranks: None
     """Obstacle to 8-bit products in the blocks, cut over this number of tensor-parallel ranks."""
     padding: Callable[[int], str] = lambda ranks: ""
     """Tensors that are padded with zeros if this number of tensor-parallel ranks does not divide them; empty for none."""
@@ -63,11 +63,11 @@ class Runs(NamedTuple):
 
     blocks: int
     """Number of blocks."""
-    no_runs: str = ""
+    no_runs: str | None = None
     """Obstacle to cutting them unlike each other."""
-    no_sequences: str = ""
+    no_sequences: str | None = None
     """Obstacle to sharing sequences among ranks."""
-    no_ring: str = ""
+    no_ring: str | None = None
     """Obstacle to sharing them in a ring."""
     heads: int | None = None
     """Attention heads of a block."""
@@ -105,13 +105,13 @@ class StandardSchedule:
     """`stage_ends(sch, stages)`: the last module of each stage but the last; None for even shares of the blocks.
     Raises ScheduleError if that is impossible.
     """
-    no_sequence_parallel: str = ""
+    no_sequence_parallel: str | None = None
     """Obstacle to cutting the sequence in this family."""
     late: tuple[str, ...] = ()
     """Paths of modules after the blocks that the model registers before them."""
-    no_runs: str = ""
+    no_runs: str | None = None
     """Obstacle to runs of blocks with unlike `tp` (`strategy`)."""
-    no_stage_blocks: str = ""
+    no_stage_blocks: str | None = None
     """Obstacle to stages with given numbers of blocks (`stage_blocks`)."""
 
     def blocks(self, sch: "Schedule") -> "list[Schedule]":
@@ -177,21 +177,21 @@ class StandardSchedule:
 
         trials = _Trials(self, sch, calls)
         cut = cache(lambda ranks: trials.cut(ranks) if ranks > 1 else trials.uncut())
-        staged = cache(lambda stages: trials.staged(stages) if stages > 1 else "")
+        staged = cache(lambda stages: trials.staged(stages) if stages > 1 else None)
         return Support(
             tp=lambda ranks: cut(ranks).obstacle,
-            sequences=cache(lambda sp, cp, tp: (obstacle(sch.module, sp, cp, tp) if sp * cp > 1 else None) or ""),
+            sequences=cache(lambda sp, cp, tp: obstacle(sch.module, sp, cp, tp) if sp * cp > 1 else None),
             pp=staged,
-            replicas=replicas_obstacle(sch.module) or "",
+            replicas=replicas_obstacle(sch.module),
             sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True).obstacle,
-            zero_in_stages=trials.tied_stages() if not staged(2) else "",
+            zero_in_stages=trials.tied_stages() if not staged(2) else None,
             kernels=trials.kernels(),
             float8=lambda ranks: cut(ranks).obstacle or cut(ranks).float8,
             padding=lambda ranks: cut(ranks).padding,
         )
 
-    def no_kernels(self, sch: "Schedule") -> str:
-        """Obstacle to a loss without materialised logits, as in `support`; empty if there is none."""
+    def no_kernels(self, sch: "Schedule") -> str | None:
+        """Obstacle to a loss without materialised logits, as in `support`; None if there is none."""
         return _Trials(self, sch).kernels()
 
     def _cut(self, sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
@@ -202,21 +202,21 @@ class StandardSchedule:
         _check_heads(sch)
         self.tensor_parallel(sch, blocks, sequence_parallel)
 
-    def runs_obstacle(self, blocks: "Sequence[Schedule]") -> str:
-        """Obstacle to runs of a model's blocks with unlike `tp`; empty if there is none."""
+    def runs_obstacle(self, blocks: "Sequence[Schedule]") -> str | None:
+        """Obstacle to runs of a model's blocks with unlike `tp`; None if there is none."""
         lists = {block.path.rpartition(".")[0] for block in blocks}
-        return self.no_runs or ("its blocks do not all follow upon each other" if len(lists) > 1 else "")
+        return self.no_runs or ("its blocks do not all follow upon each other" if len(lists) > 1 else None)
 
     def runs(self, sch: "Schedule") -> Runs:
         """The repeated blocks of a model, given its schedule or that of its skeleton."""
         from ...schedule.parallel.sequences import heads_of, obstacle
 
-        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1, blocks=True) or ""
+        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1, blocks=True)
         return Runs(
             blocks=len(blocks),
             no_runs=self.runs_obstacle(blocks),
             no_sequences=no_sequences,
-            no_ring=no_sequences or obstacle(sch.module, 1, 2, blocks=True) or "",
+            no_ring=no_sequences or obstacle(sch.module, 1, 2, blocks=True),
             heads=heads_of(sch.module),
         )
 
@@ -277,12 +277,12 @@ class StandardSchedule:
 class _Cut:
     """Result of cutting a model over tensor-parallel ranks."""
 
-    obstacle: str = ""
-    """Reason why it is impossible; empty if it is possible."""
+    obstacle: str | None = None
+    """Reason why it is impossible; None if it is possible."""
     padding: str = ""
     """Tensors padded with zeros; empty for none."""
-    float8: str = ""
-    """Obstacle to 8-bit products in its blocks then; empty if there is none."""
+    float8: str | None = None
+    """Obstacle to 8-bit products in its blocks then; None if there is none."""
 
 
 class _Trials:
@@ -338,15 +338,15 @@ class _Trials:
             check_calls(self._short[0], model, self._calls, ranks)
         return _Cut(padding=_padding(trial), float8=unconvertible((block.module for block in blocks), ranks))
 
-    def staged(self, stages: int) -> str:
-        """Obstacle to dividing the model into this number of pipeline stages; empty if there is none."""
+    def staged(self, stages: int) -> str | None:
+        """Obstacle to dividing the model into this number of pipeline stages; None if there is none."""
         from ...schedule.parallel.partition import units_of
 
         try:
             units_of(self._divided(stages).tree)
         except ScheduleError as error:
             return str(error)
-        return ""
+        return None
 
     def _divided(self, stages: int) -> "Schedule":
         from ...schedule import create_schedule
@@ -356,17 +356,17 @@ class _Trials:
         self._schedule(trial, {"pp": stages})
         return trial
 
-    def tied_stages(self) -> str:
-        """Obstacle to ZeRO 2 and 3 in a pipeline; empty if there is none."""
+    def tied_stages(self) -> str | None:
+        """Obstacle to ZeRO 2 and 3 in a pipeline; None if there is none."""
         from ...schedule.parallel.partition import tied_within, units_of
         from ...schedule.primitives.data_parallel import no_tied_stages
 
         trial = self._divided(2)
         tied = tied_within(trial.module, units_of(trial.tree), Placement(2, 2))
-        return no_tied_stages(tied) if tied else ""
+        return no_tied_stages(tied) if tied else None
 
-    def kernels(self) -> str:
-        """Obstacle to a loss without materialised logits; empty if there is none."""
+    def kernels(self) -> str | None:
+        """Obstacle to a loss without materialised logits; None if there is none."""
         from ...schedule import create_schedule
 
         def fuse(model: "nn.Module", paths: list[str]) -> None:
@@ -377,7 +377,7 @@ class _Trials:
             self._on_a_copy(fuse)
         except ScheduleError as error:
             return str(error)
-        return ""
+        return None
 
     def _on_a_copy(self, attempt: "Callable[[nn.Module, list[str]], T]") -> T:
         """Returns the result of an attempt on a copy, given with the paths of its blocks: a short one, or the whole model if it
@@ -392,12 +392,12 @@ class _Trials:
             return attempt(meta_copy(self._model), self._paths)
 
 
-def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str:
-    """Obstacle to 8-bit products in repeated blocks, cut over `ranks` tensor-parallel ranks; empty if there is none."""
+def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str | None:
+    """Obstacle to 8-bit products in repeated blocks, cut over `ranks` tensor-parallel ranks; None if there is none."""
     from ...schedule.primitives.formats import obstacle
 
     reason = obstacle(blocks)
-    return f"{reason} in its repeated blocks{f' cut over {ranks} ranks' if ranks > 1 else ''}" if reason else ""
+    return f"{reason} in its repeated blocks{f' cut over {ranks} ranks' if ranks > 1 else ''}" if reason else None
 
 
 def _padding(sch: "Schedule") -> str:

@@ -411,7 +411,8 @@ def test_devices_that_could_only_be_replicas_are_refused_where_a_loss_is_of_one_
 
 def test_a_model_of_one_replica_has_devices_that_share_it(cpu):
     every = Support(
-        tp=lambda ranks: "", sequences=lambda sp, cp, tp: "", pp=lambda stages: "", sequence_parallel="", replicas="it is one"
+        tp=lambda ranks: None, sequences=lambda sp, cp, tp: None, pp=lambda stages: None, sequence_parallel=None,
+        replicas="it is one",
     )  # fmt: skip
     space = Space()
     spread = parallel.declare(space, 16, cpu, 2, every, any_batch=False, seq_len=16, own_loss=False)
