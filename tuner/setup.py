@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.device import SHARE_OF_HOST, available_memory_mib, detect, share_of_host, usable_cores
+from ..base.device import SHARE_OF_HOST, Device, available_memory_mib, detect, share_of_host, usable_cores
 from ..base.errors import RunnerError, SpaceError, UsageError, unknown
 from ..base.gpus import gpu_use
 from ..base.host_memory import memory_groups
@@ -24,7 +24,7 @@ from ..runners.dispatch import DryRunner, DryRuns
 from ..runners.host.client import PLAIN_IMPORTS, HostAgent
 from ..runners.place.emulate import HUGE_PAGES
 from ..runners.place.local import SharedDevices
-from ..runners.place.ray_cluster import DeviceKind, choose_kind, kinds_text
+from ..runners.place.ray_cluster import DeviceKind, RaySetup, choose_kind, kinds_text
 from ..runners.place.ray_runner import RayDriver, RayRunner, cluster_address
 from ..runners.registry import runner_on
 from ..runners.trial.function import Calls
@@ -127,6 +127,9 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         driver = RayDriver(request.ray_address)
         stack.callback(driver.close, 0)
     kind = _kind_of_cluster(request, driver, warn) if driver is not None and joins else None
+    if driver is not None and imports_early(request.target):
+        # Host agents take as long for their imports as the task takes to be resolved.
+        driver.place(_placement(request, detect() if kind is None else kind.device, kind))
     task = resolve_task(
         request,
         cluster=joins,
@@ -227,6 +230,20 @@ def _kind_of_cluster(request: Request, driver: RayDriver, warn: Callable[[str], 
     if len(kinds) > 1 and name is None:
         warn(f"the cluster has {kinds_text(kinds)}: trials use the {chosen.device.name}; --device-kind chooses others")
     return chosen
+
+
+def _placement(request: Request, device: Device, kind: DeviceKind | None) -> RaySetup:
+    """Returns the placement of the trials of a model that is not resolved yet."""
+    return RaySetup(
+        title=Path(str(request.target)).name if isinstance(request.target, (str, Path)) else request.target.name,
+        devices=request.devices or device.count,
+        cuda=device.type == "cuda",
+        accelerator=None if kind is None else kind.accelerator,
+        concurrency=request.concurrency,
+        several_hosts=True,
+        imports=PLAIN_IMPORTS,
+        patience_s=request.budget.seconds,
+    )
 
 
 def _check(request: Request, task: Task, request_document: Mapping[str, Any]) -> None:

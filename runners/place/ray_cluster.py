@@ -409,12 +409,19 @@ class Cluster:
         ]
         return HostGroup(actors, layout.per_host)
 
-    def wait_ready(self, say: Callable[[str], None]) -> None:
-        """Waits until trials can start at once. `say` receives what it waits for.
+    def wait_ready(self, say: Callable[[str], None], imports: tuple[str, ...]) -> None:
+        """Waits until trials can start at once.
+
+        Args:
+            say: receives what it waits for.
+            imports: modules that the host agents import in addition to those of the setup.
 
         Raises:
             NoRoom, RunnerError: as `dispatch`.
         """
+        self._setup = replace(self._setup, imports=(*self._setup.imports, *imports))  # for hosts that are placed again
+        for hosts in self._hosts.values():
+            hosts.imports = imports
         for attempt in range(1, STARTS + 1):
             slot = self._take_slot(say)
             try:

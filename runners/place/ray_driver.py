@@ -66,9 +66,9 @@ class PlacedHosts:
 
 
 JOIN, KINDS, START, READY, RUN_JOB = "join", "kinds", "start", "ready", "job"
-"""Calls: the first one, with a `Joining`; one that returns `device_kinds()`; one with a `RaySetup` that places trials; one whose
-reply means that trials can start at once; one with a `Job`. Errors of joining are replied to `KINDS` and `START`. Notes of
-`START`, `READY` and `RUN_JOB` state what they wait for."""
+"""Calls: the first one, with a `Joining`; one that returns `device_kinds()`; one with a `RaySetup` that places trials; one with
+further modules to import, whose reply means that trials can start at once; one with a `Job`. Errors of joining are replied to
+`KINDS` and `START`. Notes of `START`, `READY` and `RUN_JOB` state what they wait for."""
 
 
 def main() -> None:
@@ -165,7 +165,8 @@ def _reply(cluster: Cluster, call: Received) -> Outcome | None:
     if call.method == RUN_JOB:
         (job,) = call.arguments
         return cluster.dispatch(job, call.note)
-    cluster.wait_ready(call.note)
+    (imports,) = call.arguments
+    cluster.wait_ready(call.note, imports)
     return None
 
 

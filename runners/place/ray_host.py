@@ -66,8 +66,9 @@ class RayHost:
 
         return ray.get_runtime_context().get_node_id()
 
-    def wait_ready(self) -> None:
-        """Waits until the agent accepts jobs."""
+    def wait_ready(self, imports: tuple[str, ...]) -> None:
+        """Waits until the agent accepts jobs and has also imported these modules."""
+        self._agent.also_import(imports)
         self._agent.wait_ready()
 
     def meeting_point(self) -> tuple[str, int]:
@@ -183,6 +184,8 @@ class HostGroup:
 
     def __init__(self, actors: Sequence[Any], per_host: int) -> None:
         self._actors, self._per_host = list(actors), per_host
+        self.imports: tuple[str, ...] = ()
+        """Modules that the agents import besides those that they were created with."""
         self._ready = self._on_this_node = False
 
     def wait_placed(self) -> None:
@@ -193,7 +196,7 @@ class HostGroup:
         """Waits until all agents accept jobs."""
         import ray
 
-        self._call("wait_ready")
+        self._call("wait_ready", self.imports)
         self._on_this_node = self._call("node_id") == [ray.get_runtime_context().get_node_id()]
         self._ready = True
 

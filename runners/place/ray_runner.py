@@ -42,7 +42,7 @@ class RayRunner(DryRunner):
         concurrency: trials at once; by default as many as a Ray started for this run has GPUs for, at most
             `DEFAULT_AT_ONCE` of a cluster, and one on a CPU.
         address: a Ray cluster to join; by default that of this process, `RAY_ADDRESS`, or a Ray started for this run.
-        driver: the process that uses Ray, if it was started beforehand; this runner closes it.
+        driver: the process that uses Ray, if it was started beforehand, perhaps with trials placed; this runner closes it.
         kind: the devices of a cluster with several kinds of them; None for any.
         title: names the trials to other users of the cluster.
         patience_s: longest wait for devices that others use, s; None for no limit.
@@ -85,7 +85,8 @@ class RayRunner(DryRunner):
         self._lock = threading.Lock()
         sweep()
         self._driver = driver or RayDriver(address)
-        self._driver.place(self._setup)
+        if self._driver.start is None:
+            self._driver.place(self._setup)
         self._placed = False
 
     def wait_ready(self) -> None:
@@ -103,17 +104,19 @@ class RayRunner(DryRunner):
             if placed.note:
                 self._warn(placed.note)
             self._setup = replace(self._setup, again=True)
-        self._result(self._running().caller.begin(READY))
+        self._result(self._running().caller.begin(READY, self._setup.imports))
 
     def _wait_placed(self) -> PlacedHosts:
         """Waits for the first start, which is repeated if the process dies before it can answer."""
         for start in range(1, STARTS + 1):
+            placement = self._driver.start
+            assert placement is not None
             try:
-                placed: PlacedHosts = self._result(self._driver.start)
+                placed: PlacedHosts = self._result(placement)
                 return placed
             except BaseException as error:
                 self._driver.close(0 if self._driver.lost else CLOSE_S)
-                if self._driver.start.replied or start == STARTS or not isinstance(error, RunnerError) or self.closed:
+                if placement.replied or start == STARTS or not isinstance(error, RunnerError) or self.closed:
                     raise
             self._driver = self._driver_again()
         raise AssertionError("unreachable")
@@ -144,6 +147,7 @@ class RayRunner(DryRunner):
                 self._driver.close(0)
                 self._driver = self._driver_again()
             driver = self._driver
+        assert driver.start is not None
         self._result(driver.start)
         return driver
 
@@ -178,9 +182,9 @@ class RayDriver:
             script=sys.argv[0] if sys.argv else "",
         )
         self.caller.begin(JOIN, joining)
-        self.start: Call
-        """The placement of trials, whose result is a `PlacedHosts`. An error that the process replies would be that of a restart
-        too."""
+        self.start: Call | None = None
+        """The placement of trials, whose result is a `PlacedHosts`; None before `place`. An error that the process replies would
+        be that of a restart too."""
 
     def kinds(self) -> list[DeviceKind]:
         """Returns the kinds of devices of the cluster, those with most devices first.
@@ -192,7 +196,7 @@ class RayDriver:
         return kinds
 
     def place(self, setup: RaySetup) -> None:
-        """Begins to place trials; called once."""
+        """Begins to place trials; called once, also before the work of the trials is known."""
         self.start = self.caller.begin(START, setup)
 
     @property
