@@ -8,6 +8,8 @@ _CONFIG = "write the model's sizes into a config.json and give its path as MODEL
 _SERVER = dict.fromkeys(
     ("--server", "--token", "--trust"), "`redline submit MODEL --wait` searches on a server's devices"
 )
+_TRUST = "set the environment variable SSL_CERT_FILE to the file of certificates"
+_TEAM = "searches are shown to all users of a server"
 _HEADROOM = "5 % of a device's memory is kept free; for more, give a smaller memory limit"
 _RANKS = "the ranks that decide are emulated, such as one of each pipeline stage"
 _SCALE = {
@@ -76,18 +78,35 @@ REPLACEMENTS: Mapping[str, Mapping[str, str]] = {
         "logs": "`redline results ID -f` shows the events of a search, `--trial N` the output of a trial",
         "cancel": "`redline queue --cancel ID` ends a search",
         "worker": "`ray start --address HEAD:PORT` adds a host to the cluster of `redline serve --ray-address`",
-        "user": "`redline token users`, `token change`, `token disable` and `token audit` do the same",
+        "user": "`redline token users`, `token change` and `token disable` do the same",
     },
     "option of tune": {**_TUNE, **_SERVER},
-    "option of submit": {**_TUNE, "--reuse": "leave it out: a search learns from earlier ones of the same model"},
+    "option of submit": {
+        **_TUNE,
+        "--reuse": "leave it out: a search learns from earlier ones of the same model",
+        "--trust": _TRUST,
+        "--visibility": "leave it out: searches are shown to all users of a server",
+    },
     "option of serve": {
         "--no-worker": "give --ray-address, and the devices of that cluster are used in place of this host's",
         "--code-user": "start Ray as the user whose rights submitted code may have, and give --ray-address",
         "--no-workloads": "--no-code refuses all code",
         "--standby": "start the server again when it has ended, as deploy/redline.service does",
+        "--rate": "limit requests by a proxy, as deploy/nginx.conf does",
+        "--json-logs": "a proxy logs requests, and /metrics counts them",
+        "--keep-events": "--keep-searches DAYS deletes searches with their events",
     },
-    "option of queue": {"--workers": "`redline queue` shows the devices"},
+    "option of queue": {
+        "--workers": "`redline queue` shows the devices",
+        "--hold": "`redline queue --cancel ID` ends a search, and --retry ID continues it",
+        "--release": "`redline queue --retry ID` continues a search that was cancelled",
+        "--show-to": "searches are shown to all users of a server",
+        "--trust": _TRUST,
+    },
+    "option of results": {"--trust": _TRUST},
+    "option of change": {"--team": _TEAM},
     "option of new": {
+        "--team": _TEAM,
         "--allow-code": "--role code",
         "--running": "--searches N limits searches at once, --devices N devices",
     },

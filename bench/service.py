@@ -115,7 +115,7 @@ def simulate(weights: Sequence[int], *, queued: int, started: int, seed: int = 0
     contenders = [
         Contender(
             search=f"{number:04}", user=users[number % len(users)], priority=0, device="", kind="",
-            devices=draw.choice([1, 1, 2, 4]), concurrency=1, held=False, queued=float(number),
+            devices=draw.choice([1, 1, 2, 4]), concurrency=1, queued=float(number),
             state=SearchState.QUEUED, uses=0, began=None, used_s=0.0, process=None, read=0,
         )
         for number in range(queued)
@@ -159,7 +159,7 @@ class Server(AbstractContextManager["Server"]):
         output = folder / f"output-{time.time_ns()}"
         command = [sys.executable, "-m", "redline.cli", "serve", "--data", str(folder / f"data-{time.time_ns()}")]
         # A cluster that does not exist, so that nothing is run.
-        command += ["--storage", url, "--port", "0", "--rate", "1000000", "--ray-address", "127.0.0.1:1"]
+        command += ["--storage", url, "--port", "0", "--ray-address", "127.0.0.1:1"]
         with open(output, "wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         self.address = self._wait_for(output, r"serve on (http://[^,]*),")
@@ -334,8 +334,7 @@ def fill(server: Server, size: int) -> str:
             "id": f"{number:012x}", "user": user, "key": f"{number}", "name": "llama2-7b", "request": REQUEST,
             "state": draw.choice(["done"] * 8 + ["failed", "cancelled"]), "reason": "trials", "priority": 0, "devices": 8,
             "device": "", "kind": "NVIDIA H100", "uses": 0, "created": created, "queued": created, "started": created,
-            "ended": created + 1000, "attempt": 1, "used_s": 1000.0, "read": 9000, "trials": TRIALS, "held": False,
-            "visibility": "all", "best": best,
+            "ended": created + 1000, "attempt": 1, "used_s": 1000.0, "read": 9000, "trials": TRIALS, "best": best,
         })  # fmt: skip
         used_seconds[user, int((created + 1000) // DAY_S)] += 8 * 1000.0
         for trial in range(TRIALS):

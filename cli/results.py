@@ -44,7 +44,6 @@ Examples:
 def results(
     server: str,
     token: str | None,
-    trust: str | None,
     search: str,
     table: Path | None,
     target: str | None,
@@ -52,16 +51,16 @@ def results(
     follow: bool,
     trial: int | None,
 ) -> int:
-    """Show the winner of the search ID, or the best so far. Exit codes: 0 found, 1 it failed, 3 nothing feasible."""
-    if sum(map(bool, (table, target, as_json, follow or trial is not None))) > 1:
+    """Show the winner of the search ID, or the best so far. Exit codes: 0 found, 1 it failed, 3 no result (yet)."""
+    shows_log = follow or (trial is not None and target is None)
+    if sum(map(bool, (table, target, as_json, shows_log))) > 1:
         raise UsageError("--csv, --to, --json and the log each select the output: use only one of them")
     if Path(search).is_dir():
         raise UsageError(f"'{search}' is a folder, and ID is a search of a server; `redline show {search}` lists a run")
-    with client_of(server, token, trust) as client:
+    with client_of(server, token) as client:
         run = client.search(search)
-        if trial is not None:
-            print_log(run, trial, follow)
-            return exit_codes.FOUND
+        if trial is not None and target is None:
+            return print_log(run, trial, follow)
         if follow:
             for event in run.events():
                 if line := event_text(event.kind, event.data):
@@ -74,8 +73,10 @@ def results(
             click.echo(f"wrote {table}")
             return _exit_code(run.look().state, run.best)
         if target is not None:
-            click.echo(run.export(target), nl=False)
-            return _exit_code(run.look().state, run.best)
+            if trial is None and run.best is None:
+                return print_summary(run, err=True)
+            click.echo(run.export(target, trial=trial), nl=False)
+            return exit_codes.FOUND
         if as_json:
             return print_json(run)
         return print_summary(run)
@@ -92,15 +93,17 @@ def _exit_code(state: str, best: object) -> int:
     return exit_codes.FAILED if state == "failed" else exit_codes.FOUND if best else exit_codes.NOTHING_FEASIBLE
 
 
-def print_summary(run: "SearchRun") -> int:
-    """Prints the results of a search so far and returns the exit code."""
+def print_summary(run: "SearchRun", err: bool = False) -> int:
+    """Prints the results of a search so far, by default to standard output, and returns the exit code."""
     from ..results.columns import fold, speed
     from ..results.summary import Gain
 
     search, best = run.look(), run.best
-    click.echo(f"{search.id}  {fold(search.name)}  {search.state}{f': {fold(search.reason)}' if search.reason else ''}")
+    reason = f": {fold(search.reason)}" if search.reason else ""
+    click.echo(f"{search.id}  {fold(search.name)}  {search.state}{reason}", err=err)
     if best is None:
-        click.echo(fold(f"nothing feasible so far: {run.why}" if search.state != "failed" else "it failed"))
+        why = "nothing feasible" if search.state in ENDED else "no result yet"
+        click.echo("it failed" if search.state == "failed" else fold(f"{why}: {run.why}"), err=err)
         return _exit_code(search.state, best)
     click.echo(f"winner   trial {best.trial.number}: {speed(best.throughput, best.measurement.unit)}")
     summary = run.summary()
@@ -113,8 +116,8 @@ def print_summary(run: "SearchRun") -> int:
     return _exit_code(search.state, best)
 
 
-def print_log(run: "SearchRun", trial: int, follow: bool) -> None:
-    """Prints the output of a trial, with `follow` until its search ends."""
+def print_log(run: "SearchRun", trial: int, follow: bool) -> int:
+    """Prints the output of a trial, with `follow` until its search ends, and returns the exit code."""
     # Pieces may end within a character.
     decoder, seen = codecs.getincrementaldecoder("utf-8")("replace"), 0
     while True:
@@ -125,8 +128,10 @@ def print_log(run: "SearchRun", trial: int, follow: bool) -> None:
         output = decoder.decode(data, final=over).replace("\r\n", "\n").replace("\r", "\n")
         click.echo("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in output), nl=False)
         sys.stdout.flush()
+        if over and not seen:
+            click.echo(f"the trial {trial} has no output yet", err=True)
         if over:
-            return
+            return exit_codes.FOUND if seen else exit_codes.NOTHING_FEASIBLE
         time.sleep(LOOK_S)
 
 

@@ -1,4 +1,4 @@
-"""Options for the connection to a server: address, token, certificates."""
+"""Options for the connection to a server, and for priorities."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,33 +6,18 @@ from typing import Any
 import click
 
 from ..base.errors import UsageError
-from ..service.records import priority_of
+from ..service.records import MOST_PRIORITY
 from ..service.serve_options import PORT
 
 Command = Callable[..., Any]
 SERVER = f"http://127.0.0.1:{PORT}"
 NO_TOKEN = "a server needs a token: --token, or REDLINE_TOKEN; `redline token new` creates one"
-
-
-class _Priority(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """A priority as a name or a number."""
-
-    name = "priority"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return priority_of(value)
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-
-
-PRIORITY = _Priority()
+PRIORITY = click.IntRange(-MOST_PRIORITY, MOST_PRIORITY)
 
 
 def with_server(command: Command) -> Command:
-    """Adds `--server`, `--token` and `--trust`."""
+    """Adds `--server` and `--token`."""
     for option in (
-        click.option("--trust", metavar="FILE", help="Certificates to trust, in PEM.  [default: the system's]"),
         click.option(
             "--token",
             envvar="REDLINE_TOKEN",
@@ -51,8 +36,8 @@ def with_server(command: Command) -> Command:
     return command
 
 
-def client_of(server: str, token: str | None, trust: str | None) -> Any:
-    """Returns the client of a server.
+def client_of(server: str, token: str | None) -> Any:
+    """Returns the client of a server, which says when it waits for one that does not answer.
 
     Raises:
         UsageError: no token is given.
@@ -61,4 +46,4 @@ def client_of(server: str, token: str | None, trust: str | None) -> Any:
 
     if not token:
         raise UsageError(NO_TOKEN)
-    return Client(server, token=token, trust=trust)
+    return Client(server, token=token, say=lambda sentence: click.echo(f"note: {sentence}", err=True))

@@ -9,7 +9,7 @@ import click
 from ..base.option import options_of as declared
 from ..models.request import ModelRequest, SpaceRequest
 from ..runners.command.command import Command
-from ..service.records import UNDECIDED, VISIBILITIES
+from ..service.records import UNDECIDED
 from ..tuner.request.options import RunRequest, SearchRequest
 from . import exit_codes
 from .options import command_of, options_of, request_of
@@ -28,7 +28,7 @@ HELP = {
 }
 DECIDED_S = 2.0
 """Longest wait for the reason why a search waits, s."""
-OF_THE_QUEUE = ("name", "priority", "device", "visibility", "key")
+OF_THE_QUEUE = ("name", "priority", "device", "key")
 
 
 @click.command(
@@ -48,31 +48,22 @@ Examples:
 @click.option(
     "--priority",
     type=PRIORITY,
-    default="normal",
+    default=0,
     show_default=True,
     metavar="N",
-    help="Higher goes first: low, normal, high, urgent, or from -100 to 100.",
+    help="Higher goes first, from -100 to 100.",
 )
 @click.option("--device", default="", metavar="NAME", help="Kind of device, such as h100 or cpu.  [default: any]")
-@click.option(
-    "--visibility",
-    type=click.Choice(VISIBILITIES),
-    default="all",
-    show_default=True,
-    help="Users who see it besides its owner and admins.",
-)
 @click.option("--key", metavar="TEXT", help="Key of the submission; submitting it again returns the same search.")
 @click.option("--wait", is_flag=True, help="Show its events until it ends.")
 @with_server
-def submit(
-    server: str, token: str | None, trust: str | None, wait: bool, command_file: str | None, **options: Any
-) -> int:
+def submit(server: str, token: str | None, wait: bool, command_file: str | None, **options: Any) -> int:
     """Submit a search of MODEL to a server, with the options of `redline tune` that a server takes. Prints its id.
 
     The contents of a config.json, a space or a workload file are sent along.
     """
     queue_options = {name: options.pop(name) for name in OF_THE_QUEUE}
-    run = submitted(request_of(options, command_of(options, command_file)), server, token, trust, **queue_options)
+    run = submitted(request_of(options, command_of(options, command_file)), server, token, **queue_options)
     click.echo(run.id)
     if reason := waits_for(run):
         click.echo(f"note: {reason}", err=True)
@@ -92,15 +83,13 @@ def waits_for(run: "SearchRun") -> str:
     return ""
 
 
-def submitted(
-    request_values: Mapping[str, Any], server: str, token: str | None, trust: str | None = None, **queue_options: Any
-) -> "SearchRun":
+def submitted(request_values: Mapping[str, Any], server: str, token: str | None, **queue_options: Any) -> "SearchRun":
     """Submits the search that the arguments of `redline.tune` describe, with the options of the queue."""
     set_values = {
         name: value for name, value in request_values.items() if value is not False and value not in (None, "", (), {})
     }
     target, space = set_values.pop("target"), set_values.pop("space", None)
-    return client_of(server, token, trust).submit(target, space, **queue_options, **set_values)
+    return client_of(server, token).submit(target, space, **queue_options, **set_values)
 
 
 def followed(run: "SearchRun") -> int:

@@ -1,6 +1,5 @@
 """`redline token`: users, their rights and their tokens."""
 
-import json
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..base.errors import NotFound, UsageError
-from .server_options import PRIORITY
+from ..service.records import MOST_PRIORITY
 
 if TYPE_CHECKING:
     from ..service.store import Store
@@ -63,8 +62,9 @@ class _Limit(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
 def with_rights(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options for the rights of a user; those that are not given are None."""
     for option in (
-        click.option("--team", metavar="TEXT", help="Team that sees searches shown to it."),
-        click.option("--priority", type=PRIORITY, metavar="N", help="Highest priority of their searches."),
+        click.option(
+            "--priority", type=click.IntRange(0, MOST_PRIORITY), metavar="N", help="Highest priority of their searches."
+        ),
         click.option(
             "--weight", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Share of the devices."
         ),
@@ -119,7 +119,6 @@ def new(url: str, user: str, name: str, expires: str | None, **options: Any) -> 
                     f"{user} exists already, as {account.role}; `redline token change {user}` changes their rights"
                 )
         token_text = store.new_token(account, name, _later(expires))
-        store.audit("", "token", user, {"for": name, "expires": expires})
     click.echo(token_text)
 
 
@@ -129,7 +128,11 @@ def new(url: str, user: str, name: str, expires: str | None, **options: Any) -> 
 @click.pass_obj
 def change(url: str, user: str, **options: Any) -> None:
     """Change the rights of USER; those that are not given stay unchanged."""
-    _changed(url, user, "change user", _rights(options))
+    rights = _rights(options)
+    if not rights:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        raise UsageError(f"nothing to change: give at least one of {flags}")
+    _changed(url, user, rights)
 
 
 @token.command()
@@ -137,7 +140,7 @@ def change(url: str, user: str, **options: Any) -> None:
 @click.pass_obj
 def disable(url: str, user: str) -> None:
     """Reject all tokens of USER from now on; their searches continue."""
-    _changed(url, user, "disable", {"disabled": True})
+    _changed(url, user, {"disabled": True})
 
 
 @token.command()
@@ -145,41 +148,13 @@ def disable(url: str, user: str) -> None:
 @click.pass_obj
 def enable(url: str, user: str) -> None:
     """Accept the tokens of USER again."""
-    _changed(url, user, "enable", {"disabled": False})
+    _changed(url, user, {"disabled": False})
 
 
-def _changed(url: str, name: str, action: str, changes: dict[str, Any]) -> None:
+def _changed(url: str, name: str, changes: dict[str, Any]) -> None:
     with store_of(url) as store:
         account = store.change_user(name, **changes)
-        store.audit("", action, name, changes)
     click.echo(f"{account.name} is {account.role}{', disabled' if account.disabled is not None else ''}")
-
-
-@token.command()
-@click.option("--user", "user_name", metavar="NAME", help="Only actions of this user.")
-@click.option(
-    "--last",
-    "limit",
-    type=click.IntRange(min=1),
-    default=100,
-    show_default=True,
-    metavar="N",
-    help="Number of entries, the latest ones.",
-)
-@click.pass_obj
-def audit(url: str, user_name: str | None, limit: int) -> None:
-    """List actions and their users: submissions, cancellations, logins, changes."""
-    from ..results.columns import fold
-    from ..results.listing import write_rows
-
-    with store_of(url) as store:
-        entries = store.audited(limit, user=user_name)
-    rows = [
-        [day(entry.time), entry.user or "(on the host)", entry.action, entry.subject, json.dumps(entry.detail)]
-        for entry in entries
-    ]
-    rows = [[fold(cell) for cell in row] for row in rows]
-    click.echo(write_rows(["when", "who", "what", "to", "how"], rows, "markdown"))
 
 
 @token.command()
@@ -189,7 +164,6 @@ def revoke(url: str, begins: str) -> None:
     """Revoke a token, given by its text, its id, or the start of either."""
     with store_of(url) as store:
         revoked = store.revoke(begins)
-        store.audit("", "revoke", revoked.id)
     click.echo(f"revoked {revoked.id}")
 
 
@@ -203,7 +177,7 @@ def users(url: str) -> None:
         used_hours = {share.user: share.week_s / 3600 for share in store.shares()}
         rows = [
             [
-                *(account.name, str(account.role), account.team, f"{account.weight:g}"),
+                *(account.name, str(account.role), f"{account.weight:g}"),
                 *(_limit_text(account.searches), _limit_text(account.devices)),
                 f"{used_hours[account.id]:.1f} of {_limit_text(account.device_hours)}",
                 "any" if account.role == "admin" else str(account.priority),
@@ -211,17 +185,7 @@ def users(url: str) -> None:
             ]
             for account in store.users()
         ]
-    names = [
-        "user",
-        "role",
-        "team",
-        "weight",
-        "searches",
-        "devices",
-        "device-hours in 7 days",
-        "priority up to",
-        "state",
-    ]
+    names = ["user", "role", "weight", "searches", "devices", "device-hours in 7 days", "priority up to", "state"]
     click.echo(write_rows(names, rows, "markdown"))
 
 

@@ -4,9 +4,10 @@ import json
 import ssl
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from ..base.errors import (
@@ -24,18 +25,13 @@ from ..results import Measurement, Trial, table_frame
 from ..results.table import parse, trials_of
 from ..space import Config
 from ..tuner.result import Candidate
-from .records import ENDED, priority_of
+from .records import ENDED, Event, User
 from .request import travelling
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from .api.models import (
-        EventAnswer,
-        MeAnswer,
-        QueueAnswer,
-        SearchAnswer,
-    )
+    from .api.models import QueueAnswer, SearchAnswer
 
 PATIENCE_S = 15.0
 """How long requests to an unreachable server are retried, s."""
@@ -44,6 +40,7 @@ FOLLOWING_S = 900.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _LOOK_S = 0.5
 _TIMEOUT_S = 30.0
+T = TypeVar("T")
 _SERVICE = (KeyTaken, NotFound, Refused, StorageAhead, StorageUnavailable)
 _ERRORS: dict[str, type[Exception]] = {
     **{error.code: error for error in _SERVICE},
@@ -62,16 +59,23 @@ class Client:
     Args:
         server: its address, such as `http://127.0.0.1:8700`.
         token: made by `redline token new`.
-        trust: file with the certificates to trust, in PEM; None for the system's.
         patience_s: how long requests to an unreachable server are retried, s. An event stream that has received events
             is retried for at least 15 minutes.
+        say: called with a sentence when requests begin to wait for an unreachable server, and when it is back.
 
     Raises:
         UsageError: the address or token is invalid.
         MissingDependency: a package is not installed.
     """
 
-    def __init__(self, server: str, *, token: str, trust: str | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        server: str,
+        *,
+        token: str,
+        patience_s: float = PATIENCE_S,
+        say: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
         try:
             import httpx
         except ModuleNotFoundError as error:
@@ -83,12 +87,13 @@ class Client:
             raise UsageError(f"a server's address must be like http://127.0.0.1:8700, but got '{server}'")
         if not token or not token.isascii() or not token.isprintable() or " " in token:
             raise UsageError("a server needs a token: --token, or REDLINE_TOKEN; `redline token new` makes one")
-        self._server, self._patience_s = server.rstrip("/"), patience_s
+        self._server, self._patience_s, self._say = server.rstrip("/"), patience_s, say
+        self._waits = False
         # Requests to this machine must not go through a proxy that the environment sets.
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(
             base_url=self._server, headers={"authorization": f"Bearer {token}"}, timeout=_TIMEOUT_S,
-            verify=True if trust is None else _trusting(trust), trust_env=not local,
+            verify=ssl.create_default_context(), trust_env=not local,
         )  # fmt: skip
 
     def submit(
@@ -97,9 +102,8 @@ class Client:
         space: Any = None,
         *,
         name: str = "",
-        priority: int | str = 0,
+        priority: int = 0,
         device: str = "",
-        visibility: str = "all",
         key: str | None = None,
         **tune_arguments: Any,
     ) -> "SearchRun":
@@ -109,9 +113,8 @@ class Client:
             target: as for `redline.tune`. Files are sent as their contents; objects cannot be sent.
             space: as for `redline.tune`.
             name: shown in lists; by default the model's name.
-            priority: the higher goes first, -100 to 100, or `low` (-10), `normal` (0), `high` (10), `urgent` (50).
+            priority: the higher goes first, -100 to 100.
             device: kind of device, by type or a part of its name; empty for any.
-            visibility: who sees it besides its owner and admins: `own` (nobody), `team` (the owner's), `all`.
             key: idempotency key: a second call with the same key returns the same search. By default a new key per
                 call, so that retries of one call submit once.
             tune_arguments: the other arguments of `redline.tune` that can be sent to a server.
@@ -120,14 +123,11 @@ class Client:
             UsageError: an argument is unknown, invalid, or cannot be sent.
             Refused: the token's user is not allowed to submit this.
         """
-        if device and len(device) > 100:
-            raise UsageError(f"device has at most 100 characters, but got {len(device)}")
         body = {
             "request": travelling({"target": target, "space": space, **tune_arguments}),
             "name": name,
-            "priority": priority_of(priority),
+            "priority": priority,
             "device": device,
-            **({"visibility": visibility} if visibility != "all" else {}),
         }
         headers = {"idempotency-key": key or uuid.uuid4().hex}
         return SearchRun(self, self._json("POST", "/v1/searches", json=body, headers=headers)["id"])
@@ -157,13 +157,11 @@ class Client:
 
         return QueueAnswer.model_validate(self._json("GET", "/v1/queue"))
 
-    def me(self) -> "MeAnswer":
+    def me(self) -> User:
         """Returns the user that the token belongs to."""
-        from .api.models import MeAnswer
+        return _record(User, self._json("GET", "/v1/me"))
 
-        return MeAnswer.model_validate(self._json("GET", "/v1/me"))
-
-    def events(self, search: str | None = None, after: int | None = None) -> "Iterator[EventAnswer]":
+    def events(self, search: str | None = None, after: int | None = None) -> Iterator[Event]:
         """Yields events as they happen. A broken stream is resumed where it broke.
 
         Args:
@@ -171,8 +169,6 @@ class Client:
                 searches.
             after: starts after the event of this id.
         """
-        from .api.models import EventAnswer
-
         path = "/v1/events" if search is None else f"/v1/searches/{search}/events"
         pause, patience = _FIRST_PAUSE_S, self._patience_s
         contact = time.monotonic()
@@ -181,17 +177,19 @@ class Client:
                 params = {} if after is None else {"after": after}
                 with self._stream(path, params=params) as lines:
                     for line in lines:
+                        self._answers()
                         pause, patience = _FIRST_PAUSE_S, max(self._patience_s, FOLLOWING_S)
                         contact = time.monotonic()
                         if line.startswith("data: "):
-                            event = EventAnswer.model_validate(json.loads(line[6:]))
+                            event = _record(Event, json.loads(line[6:]))
                             after = event.id
                             yield event
                 if search is not None and self._is_over(search, after):
                     return
-            except (ServerUnreachable, StorageUnavailable):
+            except (ServerUnreachable, StorageUnavailable) as error:
                 if time.monotonic() - contact > patience:
                     raise
+                self._waits_for(error)
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
@@ -229,10 +227,12 @@ class Client:
                     answer = self._http.request(method, path, **options)
                 if answer.status_code >= 400:
                     _raise_error(answer)
+                self._answers()
                 return answer
-            except (ServerUnreachable, StorageUnavailable):
+            except (ServerUnreachable, StorageUnavailable) as error:
                 if time.monotonic() + pause > until:
                     raise
+                self._waits_for(error)
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
@@ -257,22 +257,31 @@ class Client:
         except httpx.HTTPError as error:
             if (reason := _distrusted(error)) is not None:
                 raise UsageError(
-                    f"the certificate of {self._server} is not trusted: {reason}; give --trust (in Python trust=) the file of "
-                    "that certificate, or of the authority that signed it"
+                    f"the certificate of {self._server} is not trusted: {reason}; set the environment variable SSL_CERT_FILE to "
+                    "the file of that certificate, or of the authority that signed it"
                 ) from None
             problem = str(error) or type(error).__name__
             raise ServerUnreachable(f"the server {self._server} does not answer: {problem}") from None
 
+    def _waits_for(self, error: Exception) -> None:
+        if not self._waits:
+            self._waits = True
+            self._say(f"{error}; waiting for it")
+
+    def _answers(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._say(f"the server {self._server} answers again")
+
+
+def _record(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Returns a record as the server sent it. Fields that a later server has added are left out."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})
+
 
 def _without_none(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _trusting(file: str) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=file)
-    except (OSError, ssl.SSLError) as error:
-        raise UsageError(f"{file} cannot be read as certificates in PEM: {error.strerror or error}") from None
 
 
 def _distrusted(error: BaseException | None) -> str | None:
@@ -344,7 +353,7 @@ class SearchRun:
                 raise TimeoutError(f"the search {self.id} has not ended within {timeout:g} s") from away
             time.sleep(min(_LOOK_S, left))
 
-    def events(self, after: int | None = None) -> "Iterator[EventAnswer]":
+    def events(self, after: int | None = None) -> Iterator[Event]:
         """Yields its events, from the beginning or after an event, until it ends."""
         return self._client.events(self.id, after)
 
@@ -381,13 +390,11 @@ class SearchRun:
         summary: dict[str, Any] = self._client._json("GET", f"/v1/searches/{self.id}/best")
         return summary
 
-    def history(self) -> "Iterator[EventAnswer]":
+    def history(self) -> Iterator[Event]:
         """Yields its past events."""
-        from .api.models import EventAnswer
-
         after, path = 0, "/v1/history"
         while page := self._client._json("GET", path, params={"search": self.id, "after": after, "limit": 1000}):
-            yield from (EventAnswer.model_validate(event) for event in page)
+            yield from (_record(Event, event) for event in page)
             after = page[-1]["id"]
 
     @property
@@ -423,22 +430,13 @@ class SearchRun:
         """Ends the search. Its results are kept."""
         self._client._json("POST", f"/v1/searches/{self.id}/cancel")
 
-    def hold(self) -> None:
-        """Pauses the search until `release`: trials in progress end, no others start."""
-        self._client._json("POST", f"/v1/searches/{self.id}/hold")
-
-    def release(self) -> None:
-        """Resumes the search after `hold`."""
-        self._client._json("POST", f"/v1/searches/{self.id}/release")
-
     def retry(self) -> None:
         """Resumes the search after it failed or was cancelled. Finished trials are not repeated."""
         self._client._json("POST", f"/v1/searches/{self.id}/retry")
 
-    def change(self, *, priority: int | str | None = None, visibility: str | None = None) -> None:
-        """Changes its priority, or who sees it (`own`, `team`, `all`)."""
-        body = _without_none(priority=None if priority is None else priority_of(priority), visibility=visibility)
-        self._client._json("PATCH", f"/v1/searches/{self.id}", json=body)
+    def change(self, *, priority: int) -> None:
+        """Changes its priority."""
+        self._client._json("PATCH", f"/v1/searches/{self.id}", json={"priority": priority})
 
     def delete(self) -> None:
         """Deletes the search and its folder. It must have ended."""

@@ -5,9 +5,10 @@ Times are seconds since 1970 (UTC). Fields named after another record (`user`, `
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, get_args
+from math import inf
+from typing import Annotated, Any
 
-from ..base.errors import UsageError
+from ..base.option import Option, check_options
 
 
 class Role(StrEnum):
@@ -20,7 +21,7 @@ class Role(StrEnum):
     CODE = "code"
     """Submits commands and workload files as well, which run as the user of Ray's processes."""
     ADMIN = "admin"
-    """Changes any search, sees all, and has no limits."""
+    """Changes any search, and has no limits."""
 
     def includes(self, other: "Role") -> bool:
         """True if this role may do what `other` may."""
@@ -28,30 +29,8 @@ class Role(StrEnum):
         return roles.index(self) >= roles.index(other)
 
 
-PRIORITIES = {"low": -10, "normal": 0, "high": 10, "urgent": 50}
-"""Named priorities. `priority_of` accepts a name or a whole number."""
 MOST_PRIORITY = 100
 """Priorities are from -100 to 100."""
-
-
-def priority_of(value: int | str) -> int:
-    """Returns a priority as a number, given its name or number.
-
-    Raises:
-        UsageError: it is neither, or is out of range.
-    """
-    if isinstance(value, str) and value in PRIORITIES:
-        return PRIORITIES[value]
-    try:
-        number = int(value)
-    except ValueError:
-        number = MOST_PRIORITY + 1
-    if abs(number) > MOST_PRIORITY:
-        raise UsageError(
-            f"a priority is {', '.join(PRIORITIES)}, or a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}, but got "
-            f"{value!r}"
-        )
-    return number
 
 
 class SearchState(StrEnum):
@@ -75,32 +54,40 @@ ENDED = (SearchState.DONE, SearchState.FAILED, SearchState.CANCELLED)
 """The final states of a search."""
 UNDECIDED = "it was queued just now"
 """Why a search waits before the server has decided."""
-Visibility = Literal["own", "team", "all"]
-"""Users who can view a search besides its owner and admins: nobody, the owner's team, or all."""
-VISIBILITIES: tuple[str, ...] = get_args(Visibility)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class User:
+@dataclass(frozen=True, kw_only=True)
+class Rights:
+    """What a user may do. None stands for no limit.
+
+    Raises:
+        UsageError: a value is invalid.
+    """
+
+    role: Annotated[Role, Option("What they may do.", choices=tuple(map(str, Role)))] = Role.SUBMITTER
+    searches: Annotated[int | None, Option("Limit of searches that run at once.", type=int, least=1)] = None
+    devices: Annotated[int | None, Option("Limit of devices at once.", type=int, least=1)] = None
+    device_hours: Annotated[
+        float | None, Option("Limit of device-hours in seven days.", type=float, above=0, below=inf)
+    ] = None
+    weight: Annotated[float, Option("Relative share of the devices.", type=float, above=0, below=inf)] = 1.0
+    priority: Annotated[
+        int, Option("The highest priority of their searches.", type=int, least=0, most=MOST_PRIORITY)
+    ] = 0
+    """Admins may give any."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class User(Rights):
     """A user of the service."""
 
     id: int
     name: str
     """Unique name."""
-    role: Role
-    searches: int | None
-    """Limit of searches that run at once; None for no limit."""
-    devices: int | None
-    """Limit of devices that their searches have at once; None for no limit."""
-    device_hours: float | None
-    """Limit of device-hours in a week; None for no limit."""
-    weight: float
-    """Relative share of the devices: a user with weight 2 gets twice as much as one with weight 1."""
-    priority: int
-    """The highest priority they may give a search. Admins may give any."""
     created: float
-    team: str
-    """The team that sees searches with visibility `team`; empty for none."""
     disabled: float | None
     """Since when their tokens are rejected; None if the user is enabled."""
 
@@ -165,10 +152,6 @@ class Search:
     """The winner as its process reported it."""
     trials: int
     """Trials that have ended."""
-    held: bool
-    """True if nothing of it starts until it is released."""
-    visibility: str
-    """Users who can view it besides its owner and admins: `own` (nobody), `team` (the owner's team), `all`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +176,6 @@ class Contender:
     """Devices of one trial."""
     concurrency: int | None
     """Requested trials at once; None if the service decides."""
-    held: bool
     queued: float
     state: SearchState
     """A search that has ended has its devices until its process has."""
@@ -234,16 +216,3 @@ class Event:
     kind: str
     """`search` for changes of a search's state; the process of a search reports others."""
     data: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AuditEntry:
-    """An action of a user, for the audit log."""
-
-    id: int
-    time: float
-    user: str
-    """Name of the user; empty if unknown."""
-    action: str
-    subject: str
-    detail: dict[str, Any]

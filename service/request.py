@@ -3,13 +3,12 @@
     {"target": "gpt2-tiny", "devices": 2, "trials": 16, "fix": {"precision": "fp32"}}
 
 The names are those of `tuner/request/options.py`. A file of the client is sent as its contents. Instead of `target`, a request
-may have `model` (a Hugging Face config.json), `workload` (a Python file as text, its digest, and a name in it) or
+may have `model` (a Hugging Face config.json), `workload` (a Python file as text, and a name in it) or
 `command` (the fields of a `redline.Command`). `space` is a document of `Space.to_dict`. No text of a request becomes a
 path or an import: it is converted to a `ServerModel`, a `ServerCommand`, a `Hardware` of the table or a `Space`, none
 of which can name a file, and the names of files are made here.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -36,8 +35,6 @@ TARGETS = ("target", "model", "workload", "command")
 """Fields of which a request has exactly one: the target of the search."""
 LARGEST_FILE = 512 * 1024
 """Largest file that is sent, bytes."""
-LONGEST_SHOWN = 200
-"""Longest text of a request that lists show, characters."""
 NO_CODE = "this server does not run submitted code, such as a workload or a command; submit a model's name or config.json instead"
 _MODEL, _CODE = "model/config.json", "workload.py"
 
@@ -87,7 +84,7 @@ def _target(target: Any) -> dict[str, Any]:
     text = str(target)
     path, _, name = text.rpartition(":")
     if path.endswith(".py"):
-        return {"workload": {"text": _text(path), "sha256": digest(_text(path)), "name": name}}
+        return {"workload": {"text": _text(path), "name": name}}
     if isinstance(target, Path) or text.startswith(("/", "./", "../", "~")) or text.endswith(".json"):
         folder_or_file = path_of(text)
         file = folder_or_file / "config.json" if folder_or_file.is_dir() else folder_or_file
@@ -112,11 +109,6 @@ def _configuration(path: Path) -> dict[str, Any]:
     return configuration
 
 
-def digest(text: str) -> str:
-    """Returns the SHA-256 of a text, hex."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def is_code(request: Mapping[str, Any]) -> bool:
     """True if the request runs code that the user submitted."""
     return "workload" in request or "command" in request
@@ -130,31 +122,17 @@ def without_secrets(request: Mapping[str, Any]) -> dict[str, Any]:
     return {**request, "command": {**command, "env": hidden(command["env"])}}
 
 
-def brief(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers, booleans and short texts of a request."""
-    return {
-        name: value
-        for name, value in request.items()
-        if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= LONGEST_SHOWN)
-    }
-
-
-def arguments(request: Mapping[str, Any], folder: Path, *, code: bool = True) -> dict[str, Any]:
+def arguments(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the arguments of `redline.tune` for a received request.
 
     Args:
         request: as stored when it was accepted.
         folder: of this search on this machine. Files that the request contains are written there, under names made
             here.
-        code: whether this process may run code of users.
 
     Raises:
-        UsageError: the request is damaged, has an invalid name, or contains code that may not run here.
+        UsageError: the request has an invalid name.
     """
-    if is_code(request) and not code:
-        raise UsageError(NO_CODE)
-    if len(targets := [name for name in TARGETS if name in request]) != 1:
-        raise UsageError(f"a request must have one of {', '.join(TARGETS)}, but has {', '.join(targets) or 'none'}")
     tune_arguments = {name: request[name] for name in TRAVELLING if name in request and name != "space"}
     tune_arguments["target"] = _received_target(request, folder)
     if "hardware" in request:
@@ -174,8 +152,6 @@ def _received_target(request: Mapping[str, Any], folder: Path) -> Any:
         return ServerModel.of(request["model"], _put(folder / _MODEL, json.dumps(request["model"], indent=2)))
     if "workload" in request:
         code = request["workload"]
-        if digest(code["text"]) != code["sha256"]:
-            raise UsageError("the workload's text does not match its sha256: it was damaged in transit; send it again")
         return f"{_put(folder / _CODE, code['text'])}:{code['name']}"
     return ServerModel.named(request["target"])
 

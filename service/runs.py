@@ -12,7 +12,7 @@ from ..frameworks.target import Export
 from ..results import View
 from ..results.measurement import Trial
 from ..results.names import TABLE, holds_run
-from ..results.table import LARGEST_TABLE, parse, safe_lines
+from ..results.table import LARGEST_TABLE, safe_lines
 from ..space import Config
 from ..tuner.result import make_result
 from ..views.dashboard.library import Library
@@ -66,14 +66,6 @@ class Runs:
             return b""
         except OSError as error:
             raise StudyError(f"{TABLE} of search {search} cannot be read: {error.strerror or error}") from None
-
-    def rows(self, search: str) -> list[dict[str, Any]]:
-        """Returns the trials that have ended, by the columns of trials.csv, without empty values."""
-        if not (data := self.table(search)):
-            return []
-        columns, _ = parse(data, TABLE)
-        rows = zip(*columns.values())
-        return [as_json({name: cell for name, cell in zip(columns, row) if cell is not None}) for row in rows]
 
     def trials(self, search: str) -> tuple[list[Trial], View | None]:
         """Returns the trials that have ended, and the view of the folder; None if it does not exist yet."""

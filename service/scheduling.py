@@ -21,7 +21,6 @@ OVERTAKEN_S = 600.0
 """How long smaller searches may start before one that waits for more devices than are free, s."""
 MOST_AT_ONCE = 4
 """Trials at once of a search that states no number: with more, each is proposed with less knowledge."""
-HELD = "it is held until a user releases it"
 NO_DEVICES = "the devices are not known yet"
 
 
@@ -180,8 +179,6 @@ class _Round:
 
     def _obstacle(self, contender: Contender) -> str | None:
         """Returns the reason why a search could not start on an empty cluster; None if it could."""
-        if contender.held:
-            return HELD
         if not self._kinds:
             return NO_DEVICES
         matching = self._matching(contender)
@@ -211,12 +208,11 @@ class _Round:
         return f"its user has used {share.week_s / 3600:.3g} of {share.device_hours:g} device-hours in seven days"
 
     def _over_limits(self, pausing: set[str]) -> dict[str, str]:
-        """Returns the running searches that must pause: held ones, and those of users without device-hours."""
+        """Returns the running searches that must pause: those of users without device-hours."""
         reasons = {}
         for contender in self._running:
             share = self._shares.get(contender.user)
-            reason = HELD if contender.held else None
-            reason = reason or (self._hours_used_up(share) if share is not None else None)
+            reason = None if share is None else self._hours_used_up(share)
             if reason is not None and contender.state is SearchState.RUNNING and contender.search not in pausing:
                 reasons[contender.search] = reason
         return reasons

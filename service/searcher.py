@@ -65,8 +65,6 @@ class SearchTask:
     """Of the Ray cluster."""
     memory_mib: float
     """Memory of the process, beyond what all processes of this kind need, MiB."""
-    workloads: bool
-    """True if it may run a workload file."""
     earlier: tuple[str, ...] = ()
     """Folders of earlier searches of the same model to learn from."""
 
@@ -192,7 +190,7 @@ def run(task: SearchTask, events: EventFile, cancelled: threading.Event) -> None
 
 def _tuned(task: SearchTask, events: EventFile) -> Result:
     folder = Path(task.folder)
-    search_arguments = arguments(task.request, folder / "asked", code=task.workloads)
+    search_arguments = arguments(task.request, folder / "asked")
     search_arguments |= {
         "out": folder,
         "listener": events,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import NotFound, StorageUnavailable
+from ..base.errors import NotFound, StorageUnavailable, UsageError
 from .cluster import STARTING, Cluster, lives, process_of
 from .records import Contender, ProcessId, Search, SearchState
 from .request import NO_CODE, TARGETS, is_code
@@ -28,6 +28,7 @@ from .scheduling import Decision, Kind, decide
 from .searcher import EVENTS, OUTCOME, SearchTask
 from .serve_options import ServeOptions
 from .store import Store
+from .store.part import DAY_S
 from .store.running import Report
 
 COMMAND = (sys.executable, "-P", "-m", "redline.service.searcher")
@@ -38,6 +39,8 @@ DECIDE_S = 1.0
 """Largest interval between decisions, s."""
 CHARGE_S = 5.0
 """Interval at which use of devices is charged, s."""
+DELETE_S = 3600.0
+"""Interval at which old searches are deleted, s."""
 MOST_DEATHS = 8
 """Number of deaths in a row, each within `LIVED_S`, after which a search fails."""
 LIVED_S = 60.0
@@ -77,28 +80,6 @@ class _Process:
     """When it was interrupted, on the monotonic clock."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Outcome:
-    """The last event of a process, see `searcher.OUTCOME`."""
-
-    state: SearchState
-    reason: str
-    end: int
-    """Its end in the file, bytes."""
-    again: bool
-    best: dict[str, Any] | None
-
-    @classmethod
-    def of(cls, data: dict[str, Any], end: int) -> "_Outcome":
-        return cls(
-            state=SearchState(data["state"]),
-            reason=_storable(str(data["reason"])),
-            end=end,
-            again=bool(data.get("again")),
-            best=data.get("best"),
-        )
-
-
 class Searchers:
     """Runs the searches of a store on a cluster.
 
@@ -115,7 +96,7 @@ class Searchers:
         self._processes: dict[str, _Process] = {}
         self._overtaken_since: dict[str, float] = {}
         self._reasons: dict[str, str] = {}
-        self._decided = self._charged = float("-inf")
+        self._decided = self._charged = self._deleted = float("-inf")
         self._changed = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="searchers")
@@ -184,6 +165,7 @@ class Searchers:
                 reason = f"the server cannot manage it: {type(error).__name__}: {error}"
                 self._take_devices(contender, SearchState.FAILED, _storable(reason))
         self._charge(running)
+        self._delete_old()
         if self._changed.is_set() or time.monotonic() - self._decided >= DECIDE_S:
             self._changed.clear()
             self._decide()
@@ -197,6 +179,18 @@ class Searchers:
         self._charged = now
         if since < 3 * CHARGE_S:  # not the time without a server or a database
             self._store.charge({contender.search: since for contender in running})
+
+    def _delete_old(self) -> None:
+        """Deletes searches that ended long ago, and their folders, every hour."""
+        days, now = self._options.keep_searches, time.monotonic()
+        if days is None or now - self._deleted < DELETE_S:
+            return
+        self._deleted = now
+        for search in self._store.ended_before(self._store.clock() - days * DAY_S):
+            try:
+                self._store.delete_search(search, folder_of(self._options.folder, search))
+            except (NotFound, UsageError, OSError) as error:
+                _log.warning("the search %s is not deleted, next try in an hour: %s", search, error)
 
     def _decide(self) -> None:
         contenders, now = self._store.contenders(), self._store.clock()
@@ -249,7 +243,8 @@ class Searchers:
         """Reads the reports of a search with devices, and starts, interrupts or ends its process."""
         remembered = self._processes.setdefault(contender.search, _Process())
         alive = contender.process is not None and lives(contender.process)
-        outcome, complete = self._read(contender)  # after the look, so that nothing it wrote before its death is missed
+        # After the look, so that nothing it wrote before its death is missed.
+        outcome, end, complete = self._read(contender)
         if not complete:
             return
         if alive:
@@ -257,7 +252,7 @@ class Searchers:
                 self._interrupt(contender, remembered)
             return
         if contender.state.ended or outcome is not None:
-            self._conclude(contender, remembered, outcome)
+            self._conclude(contender, remembered, outcome, end)
         elif remembered.paused:
             self._take_devices(contender, SearchState.QUEUED, "paused")
         elif contender.process is not None and remembered.again_at <= 0:
@@ -278,44 +273,52 @@ class Searchers:
         elif now - remembered.interrupted > INTERRUPTED_S:
             self._signal(contender.process, signal.SIGKILL)
 
-    def _read(self, contender: Contender) -> "tuple[_Outcome | None, bool]":
-        """Records the new events of a search. Returns its outcome if that is the last one, and whether these are all."""
+    def _read(self, contender: Contender) -> tuple[dict[str, Any] | None, int, bool]:
+        """Records the new events of a search. Returns its outcome if that is the last one, the end of what was read, bytes, and
+        whether that is all.
+        """
         path = folder_of(self._options.folder, contender.search) / EVENTS
         try:
             with path.open("rb") as file:
                 file.seek(contender.read)
                 chunk = file.read(MOST_READ)
         except FileNotFoundError:
-            return None, True
+            return None, 0, True
         complete = len(chunk) < MOST_READ
         # A line that is longer than a chunk is no event.
         lines = chunk[: chunk.rfind(b"\n") + 1] if complete or b"\n" in chunk else chunk
-        end = contender.read + len(lines)
+        end = read = contender.read + len(lines)
         reports = list(_reports(lines.splitlines()))
         outcome = None
         if complete and reports and reports[-1].kind == OUTCOME:
             # Read again until it is acted on: this server may be killed before.
-            outcome = _Outcome.of(reports.pop().data, end)
+            outcome = reports.pop().data
             end -= len(lines) - lines.rfind(b"\n", 0, -1) - 1
         if end > contender.read:
             recorded = [report for report in reports if report.kind != OUTCOME]
             self._store.add_reports(contender.search, contender.read, end, recorded, _waits_for(reports))
-        return outcome, complete
+        return outcome, read, complete
 
-    def _conclude(self, contender: Contender, remembered: _Process, outcome: "_Outcome | None") -> None:
-        """Takes the devices of a search whose process has ended."""
+    def _conclude(self, contender: Contender, remembered: _Process, outcome: dict[str, Any] | None, end: int) -> None:
+        """Takes the devices of a search whose process has ended.
+
+        Args:
+            contender: the search.
+            remembered: of its process.
+            outcome: its last event, see `searcher.OUTCOME`; None if it has none.
+            end: of that event in the file, bytes.
+        """
         if outcome is None:
             self._take_devices(contender, SearchState.CANCELLED)
             return
-        state = outcome.state
-        goes_on = outcome.again and not contender.state.ended
-        if goes_on and self._has_devices(contender):
-            self._store.skip_reports(contender.search, outcome.end)
-            self._restart(contender, remembered, outcome.reason)
+        state, reason = SearchState(outcome["state"]), _storable(str(outcome["reason"]))
+        if outcome.get("again") and not contender.state.ended and self._has_devices(contender):
+            self._store.skip_reports(contender.search, end)
+            self._restart(contender, remembered, reason)
             return
         if state is SearchState.FAILED and not self._has_devices(contender):
             state = SearchState.QUEUED  # for lack of devices that the cluster had
-        self._take_devices(contender, state, outcome.reason, best=outcome.best, read=outcome.end)
+        self._take_devices(contender, state, reason, best=outcome.get("best"), read=end)
 
     def _has_devices(self, contender: Contender) -> bool:
         """True if the cluster has the devices of a search, which were given to it."""
@@ -349,7 +352,8 @@ class Searchers:
         folder = folder_of(self._options.folder, contender.search)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            with open(_emptied(folder / LOG), "ab") as log:
+            path = folder / LOG
+            with open(path, "wb" if path.exists() and path.stat().st_size > LARGEST_LOG else "ab") as log:
                 child = subprocess.Popen(
                     COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
                 )  # fmt: skip
@@ -376,7 +380,6 @@ class Searchers:
             seconds=self._seconds_left(search),
             address=self._cluster.address,
             memory_mib=self._options.memory_mib,
-            workloads=self._options.allow_code,
             earlier=tuple(str(earlier) for earlier in self._earlier(search)),
         )
 
@@ -390,7 +393,7 @@ class Searchers:
     def _earlier(self, search: Search) -> list[Path]:
         """Returns the folders of the latest searches of the same model that ended before this one first ran."""
         target = [search.request.get(name) for name in TARGETS]
-        candidates = self._store.searches(state=SearchState.DONE, limit=MOST_LOOKED_AT, known_to=search.user)
+        candidates = self._store.searches(state=SearchState.DONE, limit=MOST_LOOKED_AT)
         same = [
             folder_of(self._options.folder, earlier.id)
             for earlier in candidates
@@ -435,10 +438,3 @@ def _waits_for(reports: Sequence[Report]) -> str | None:
         if report.kind in ("waiting", "started", "plan", "finished"):
             return _storable(str(report.data.get("what", ""))) if report.kind == "waiting" else ""
     return None
-
-
-def _emptied(log: Path) -> Path:
-    """Returns a log, removed if it has become too large."""
-    if log.exists() and log.stat().st_size > LARGEST_LOG:
-        log.unlink()
-    return log

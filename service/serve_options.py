@@ -52,15 +52,10 @@ class ServeOptions:
         str | float,
         Option("Memory of a search's process beyond what all of them need.", check=parse_memory, metavar="SIZE"),
     ] = "4GiB"
-    rate: Annotated[float, Option("Requests per second and user.", type=float, least=1, metavar="N")] = 50
-    keep_events: Annotated[
-        float, Option("Days for which the events of an ended search are kept.", type=float, least=0)
-    ] = 30
     keep_searches: Annotated[
         float | None,
         Option("Days after which ended searches and their folders are deleted.  [default: never]", type=float, least=0),
     ] = None
-    json_logs: Annotated[bool, Option("Log every request, as lines of JSON.")] = False
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -11,7 +11,6 @@ import signal
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ..base.lock import FolderLock
 from ..views.dashboard.serve import is_local, listen
 from .cluster import Cluster
 from .records import Role
-from .retention import Retention, deleted
 from .runs import Runs
 from .searchers import Searchers
 from .serve_options import ServeOptions
@@ -66,10 +64,10 @@ def serve(
             _end(servers)
 
         stack.callback(FolderLock(options.folder, instead=INSTEAD).release)
-        stack.enter_context(DatabaseLock(url, end))
+        stack.callback(DatabaseLock(url, end).close)
         _check_installed()
         _raise_file_limit()
-        _begin_logging(options.json_logs)
+        _begin_logging()
         store = stack.enter_context(Store.open(url))
         for line in _first_users(store):
             say(line)
@@ -131,7 +129,7 @@ def _first_users(store: Store) -> Iterator[str]:
 def _parts(options: ServeOptions, store: Store) -> Iterator[Any]:
     """Starts the parts that the routes use; ends them in reverse order."""
     from .api.feed import Feed
-    from .api.parts import Metrics, Parts, Rates
+    from .api.parts import Metrics, Parts
 
     with contextlib.ExitStack() as stack:
         cluster = Cluster(options.folder, options.ray_address, options.devices)
@@ -140,19 +138,12 @@ def _parts(options: ServeOptions, store: Store) -> Iterator[Any]:
         searchers = Searchers(store, cluster, options)
         searchers.start()
         stack.callback(searchers.close)
-        runs = Runs(options.folder)
-        retention = Retention(store, options.keep_events, options.keep_searches, partial(deleted, store, runs))
-        retention.start()
-        stack.callback(retention.close)
         yield Parts(
             store=store,
             searchers=searchers,
-            runs=runs,
+            runs=Runs(options.folder),
             feed=Feed(store),
             metrics=Metrics(),
-            rates=Rates(options.rate, 4 * options.rate),
-            failures=Rates(0.5, 20),
-            strangers=Rates(20, 200),
             allow_code=options.allow_code,
             most_queued=options.queued,
         )
@@ -211,15 +202,16 @@ def _ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _begin_logging(as_json: bool) -> None:
-    from .api.app import JsonLines, PlainLines
+def _begin_logging() -> None:
+    from .api.app import PlainLines
 
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if as_json else PlainLines())
+    handler.setFormatter(PlainLines())
     logger = logging.getLogger("redline")
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(logging.INFO if as_json else logging.WARNING)
+    logger.setLevel(logging.WARNING)
+    logging.getLogger("redline.audit").setLevel(logging.INFO)  # what users do is always logged
 
 
 def exposed(options: ServeOptions) -> str | None:

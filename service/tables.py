@@ -6,7 +6,6 @@ Their names have a prefix because a Postgres database may have tables of other p
 from sqlalchemy import (
     JSON,
     BigInteger,
-    Boolean,
     Column,
     Float,
     ForeignKey,
@@ -49,7 +48,6 @@ users = Table(
     Column("weight", Float, nullable=False),
     Column("priority", Integer, nullable=False),
     Column("created", Float, nullable=False),
-    Column("team", String(200), nullable=False),
     Column("disabled", Float),
 )
 
@@ -64,14 +62,8 @@ tokens = Table(
     Column("expires", Float),
     Column("revoked", Float),
     Column("used", Float),
-)
-
-sessions = Table(
-    "redline_sessions",
-    METADATA,
-    Column("digest", String(64), primary_key=True),
-    Column("token", ForeignKey("redline_tokens.id"), nullable=False),
-    Column("expires", Float, nullable=False),
+    # The token that the session of a page was opened with; NULL for tokens of users.
+    Column("opened_with", ForeignKey("redline_tokens.id")),
 )
 
 searches = Table(
@@ -103,8 +95,6 @@ searches = Table(
     Column("best", JSON(none_as_null=True)),
     # Lists show the count without opening the folder of each search.
     Column("trials", Integer, nullable=False),
-    Column("held", Boolean, nullable=False),
-    Column("visibility", String(10), nullable=False),
     Index("uq_redline_searches_user_key", "user", "key", unique=True),
     Index("ix_redline_searches_state_created", "state", "created"),
     Index("ix_redline_searches_user_created", "user", "created"),
@@ -131,15 +121,4 @@ events = Table(
     Column("data", JSON, nullable=False),
     Index("ix_redline_events_search_id", "search", "id"),
     sqlite_autoincrement=True,
-)
-
-audit = Table(
-    "redline_audit",
-    METADATA,
-    _number(),
-    Column("time", Float, nullable=False),
-    Column("user", String(200), nullable=False),
-    Column("action", String(80), nullable=False),
-    Column("subject", String(200), nullable=False),
-    Column("detail", JSON, nullable=False),
 )

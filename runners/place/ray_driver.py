@@ -35,6 +35,8 @@ CLOSE_S = 15.0
 """Time for Ray to shut down, s."""
 BEAT_S = 3.0
 """Interval between checks that Ray and the hosts answer, s."""
+WITHOUT_RAY = ". `--runner local` works without Ray."
+"""Advice at the end of errors of joining a cluster."""
 ANY_CLUSTER = "ab" * 28
 """An id that no cluster has, in hexadecimal digits."""
 
@@ -220,7 +222,7 @@ def _join(address: str | None) -> RedlineError | None:
         return error
     except (OSError, RuntimeError, ValueError) as error:
         action = f"joining the Ray cluster at {address!r}" if address else "starting Ray on this machine"
-        return RunnerError(f"{action} failed: {error}. `--runner local` works without Ray.")
+        return RunnerError(f"{action} failed: {error}{WITHOUT_RAY}")
     return None
 
 
@@ -307,9 +309,7 @@ def check_listens(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
-        raise RunnerError(
-            f"joining the Ray cluster at {address!r} failed: {error}. `--runner local` works without Ray."
-        ) from error
+        raise RunnerError(f"joining the Ray cluster at {address!r} failed: {error}{WITHOUT_RAY}") from error
 
 
 if __name__ == "__main__":

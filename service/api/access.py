@@ -1,7 +1,5 @@
 """Authentication and authorization: a bearer token or the session cookie of a page, the permissions of the user's role."""
 
-import hashlib
-import hmac
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -24,14 +22,13 @@ from .problems import Problem
 
 COOKIE = "redline-session"
 """Beginning of the session cookie's name. A dash and the port follow, since the ports of a host share cookies."""
-CSRF = "x-csrf-token"
 LONGEST_TOKEN = 200
 SESSION_S = 12 * 3600.0
 """Duration of a page's session, s."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 bearer = HTTPBearer(auto_error=False, description="`redline token new` makes one.")
-TOO_MANY = "{} sends more requests than this server allows; wait a little"
-TOO_MANY_STRANGERS = "too many requests without a token came from this address; wait a little"
+LARGEST_BODY = 1 << 20
+"""Limit of a request's body, bytes."""
 MOST_VALUES = 50_000
 """Largest number of commas and opening brackets in a body. A MiB of empty lists takes the interpreter a second, which
 blocks all other requests.
@@ -40,29 +37,20 @@ _PARSING = CapacityLimiter(2)
 """Number of bodies parsed at once. Parsing holds the interpreter's lock, so more would only delay other requests."""
 
 
-def csrf_of(session: str) -> str:
-    """Returns the token that a page must send with a change besides its cookie. Only the owner of the session can
-    compute it.
-    """
-    return hmac.new(session.encode(), b"redline csrf", hashlib.sha256).hexdigest()
-
-
 def cookie_name(request: Request) -> str:
     """Returns the name of this server's session cookie."""
     return f"{COOKIE}-{request.url.port or (443 if request.url.scheme == 'https' else 80)}"
 
 
-def user_of(parts: Parts, token: str, address: str, *, session: bool = False) -> User:
+def user_of(parts: Parts, token: str, *, session: bool = False) -> User:
     """Returns the user of a token, or of a page's session.
 
     Raises:
-        Problem: the token is not valid, or too many wrong ones were tried.
+        Problem: the token is not valid.
     """
-    usable = token if 0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() else ""
-    lookup = parts.store.user_of_session if session else parts.store.user_of
-    user = lookup(usable) if usable else None
+    usable = 0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable()
+    user = parts.store.user_of(token, session=session) if usable else None
     if user is None:
-        parts.failures.take(address, "too many wrong tokens came from this address; wait a little")
         parts.metrics.refused_tokens.inc()
         raise Problem(
             401, "bad_token", "the token is unknown, was revoked or has expired; `redline token new` makes another",
@@ -71,40 +59,47 @@ def user_of(parts: Parts, token: str, address: str, *, session: bool = False) ->
     return user
 
 
-def address_of(request: Request) -> str:
-    """Returns the address that a request came from."""
-    return request.client.host if request.client else ""
-
-
 def _caller(request: Request) -> User:
     """Returns the authenticated user.
 
     Raises:
-        Problem: the credentials are missing or not valid, or the user sends too many requests.
+        Problem: the credentials are missing or not valid, or a page of another site sends a change.
     """
-    parts, address = parts_of(request), address_of(request)
-    kind, _, credentials = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer" and credentials:
-        token = credentials.strip()
-        user, lookup = user_of(parts, token, address), parts.store.user_of
-    elif token := request.cookies.get(cookie_name(request), ""):
-        user, lookup = user_of(parts, token, address, session=True), parts.store.user_of_session
-        given_csrf = request.headers.get(CSRF, "")
-        if request.method not in _SAFE and not hmac.compare_digest(given_csrf.encode(), csrf_of(token).encode()):
-            raise Problem(
-                403,
-                "csrf",
-                f"a change by a page must have the header {CSRF}, which GET /session returns; reload the page",
-            )
-    else:
-        parts.strangers.take(address, TOO_MANY_STRANGERS)
+    parts = parts_of(request)
+    token, session = credentials_of(request)
+    if not token:
         raise Problem(
             401, "no_token", "a token is required: send `Authorization: Bearer ...`, or log in at /login",
             headers={"www-authenticate": "Bearer"},
         )  # fmt: skip
-    parts.rates.take(f"user {user.id}", TOO_MANY.format(user.name))
-    request.state.user, request.state.still = user.name, partial(lookup, token)
+    user = user_of(parts, token, session=session)
+    if session and request.method not in _SAFE:
+        check_origin(request)
+    request.state.still = partial(parts.store.user_of, token, session=session)
     return user
+
+
+def credentials_of(request: Request) -> tuple[str, bool]:
+    """Returns the token of a request, or the session of the page that sends it, and whether it is a session; the text is empty
+    if it has neither.
+    """
+    kind, _, credentials = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and credentials:
+        return credentials.strip(), False
+    return request.cookies.get(cookie_name(request), ""), True
+
+
+def check_origin(request: Request) -> None:
+    """Checks that a page of this server sends a request, by the headers that browsers add.
+
+    Raises:
+        Problem: a page of another site does.
+    """
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    # A page that sends no referrer has the origin null, so Sec-Fetch-Site takes precedence.
+    own_origin = f"{request.url.scheme}://{request.url.netloc}"
+    if not (site in ("same-origin", "none") if site else origin in (None, own_origin)):
+        raise Problem(403, "csrf", "a page of another site has sent this")
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ class RequiredRole:
         """Returns the caller.
 
         Raises:
-            Problem: the caller is not authenticated, sends too many requests, or lacks the role.
+            Problem: the caller is not authenticated, or lacks the role.
         """
         user: User | None = getattr(request.state, "caller", None)
         if user is None:
@@ -146,43 +141,54 @@ class Guarded(APIRoute):
         handle = super().get_route_handler()
         roles = [dependency.call for dependency in self.dependant.dependencies]
         required = next((role for role in roles if isinstance(role, RequiredRole)), None)
-        body = self.body_field.field_info.annotation if self.body_field is not None else None
-        form = body if isinstance(body, type) and issubclass(body, Body) else None
-        takes_body = self.body_field is not None
+        form = self.body_field.field_info.annotation if self.body_field is not None else None
 
         async def guarded(request: Request) -> Response:
             if required is not None:
                 await run_sync(required.admitted, request)
-            is_json = takes_body and _is_json(request, form is not None)
-            if form is not None and is_json and (text := await request.body()):
-                request._json = await run_sync(_formed, form, text, limiter=_PARSING)
+            if form is not None:
+                _check_json(request)
+                if text := await body_of(request, LARGEST_BODY):
+                    request._json = await run_sync(_formed, form, text, limiter=_PARSING)
             return await handle(request)
 
         return guarded
 
 
-def _is_json(request: Request, accepted: bool) -> bool:
-    """True if FastAPI would parse the body as JSON.
-
-    Args:
-        request: the request.
-        accepted: whether the route accepts application/json.
+async def body_of(request: Request, most: int) -> bytes:
+    """Reads a body of at most so many bytes.
 
     Raises:
-        Problem: the route does not accept JSON, or not of this type, and FastAPI would parse it without limits.
+        Problem: it is larger.
+    """
+    problem = Problem(
+        413, "too_large", f"the body is larger than {most:,} bytes", rule=f"at most {most} bytes",
+        headers={"connection": "close"},
+    )  # fmt: skip
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:15]) > most:
+        raise problem
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise problem
+    request._body = bytes(body)  # where FastAPI looks for it
+    return request._body
+
+
+def _check_json(request: Request) -> None:
+    """Checks that FastAPI would parse the body as JSON.
+
+    Raises:
+        Problem: it has another type, with which FastAPI might parse it without limits.
     """
     header = Message()  # parsed as FastAPI does
     header["content-type"] = request.headers.get("content-type", "")
-    kind, _, subtype = header.get_content_type().partition("/")
-    if kind == "application" and subtype == "json" and accepted:
-        return True
-    if accepted or (kind == "application" and (subtype == "json" or subtype.endswith("+json"))):
-        rule = "application/json" if accepted else "application/octet-stream"
+    if (kind := header.get_content_type()) != (rule := "application/json"):
         raise Problem(
-            415, "media_type", f"the body must be {rule}, but the content type is {kind}/{subtype[:80]}",
-            given=f"{kind}/{subtype}", rule=rule,
-        )  # fmt: skip
-    return False
+            415, "media_type", f"the body must be {rule}, but the content type is {kind[:80]}", given=kind, rule=rule
+        )
 
 
 def _formed(form: type[Body], text: bytes) -> Body:
@@ -196,14 +202,15 @@ def _formed(form: type[Body], text: bytes) -> Body:
         rule = f"at most {MOST_VALUES:,} commas and opening brackets"
         raise Problem(422, "invalid", f"the body has too many values: {rule}", rule=rule)
     try:
-        return form.model_validate(json.loads(text))
-    except ValidationError as error:
-        raise RequestValidationError(
-            [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
-        ) from None
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:
         words = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise Problem(400, "malformed", f"the body is not valid JSON: {words}") from None
+    try:
+        return form.model_validate(body)
+    except ValidationError as error:
+        errors = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+        raise RequestValidationError(errors, body=body) from None
 
 
 Reader = Annotated[User, Depends(RequiredRole(Role.READER))]

@@ -1,7 +1,6 @@
-"""The application: its routes, error answers, pages, and the metrics and logs of requests."""
+"""The application: its routes, error answers, pages, and the metrics of requests."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -15,28 +14,14 @@ from ... import __version__
 from . import operations, pages, searches
 from .models import ErrorAnswer
 from .parts import Parts
-from .problems import TooLarge, answer_problems
+from .problems import answer_problems
 
-LARGEST_BODY = 1 << 20
-"""Default limit of a request's body, bytes."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": words}
-    for status, words in (
-        (400, "The request is malformed."),
-        (401, "The token is missing or not valid."),
-        (403, "The caller may not do that."),
-        (404, "The object does not exist."),
-        (409, "The object is in another state or has another owner."),
-        (413, "The body is too large."),
-        (415, "The content type is not supported."),
-        (422, "A field breaks a rule."),
-        (429, "Too many requests."),
-        (503, "The database, or another part of the service, is unavailable."),
-    )
+    "4XX": {"model": ErrorAnswer, "description": "The request is refused."},
+    "5XX": {"model": ErrorAnswer, "description": "The service, or a part of it, is unavailable."},
 }
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 """Methods that metrics count separately."""
-_log = logging.getLogger("redline.http")
 
 
 def make_app(parts: Parts) -> Any:
@@ -53,7 +38,6 @@ def make_app(parts: Parts) -> Any:
     app = FastAPI(
         title="redline", version=__version__, description="Searches for a team on shared devices.",
         openapi_url="/v1/openapi.json", docs_url=None, redoc_url=None, lifespan=lifespan, responses=_ERRORS,
-        max_body_size=LARGEST_BODY,
         # Redirects would send clients to the host that the Host header names.
         redirect_slashes=False,
     )  # fmt: skip
@@ -63,12 +47,12 @@ def make_app(parts: Parts) -> Any:
         app.include_router(routes.router)
     pages.add(app, parts)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
-    # Outermost, because FastAPI itself answers bodies that are too large and requests that fail.
-    return pages.Headers(RequestCounter(TooLarge(app), parts))
+    # Outermost, because FastAPI itself answers requests that fail.
+    return pages.Headers(RequestCounter(app, parts))
 
 
 class RequestCounter:
-    """ASGI middleware that counts, times and logs requests."""
+    """ASGI middleware that counts and times requests."""
 
     def __init__(self, app: Any, parts: Parts) -> None:
         self.app, self._metrics = app, parts.metrics
@@ -90,7 +74,6 @@ class RequestCounter:
             await self.app(scope, receive, send_counted)
         finally:
             self._metrics.requests.labels(_method(scope), _route(scope), str(status)).inc()
-            _log.info("request", extra={"fields": _log_fields(scope, status, time.monotonic() - start)})
 
 
 def _method(scope: dict[str, Any]) -> str:
@@ -101,18 +84,6 @@ def _method(scope: dict[str, Any]) -> str:
 def _route(scope: dict[str, Any]) -> str:
     """Returns the route's template, so that ids do not become labels."""
     return str(getattr(scope.get("route"), "path", "other"))
-
-
-def _log_fields(scope: dict[str, Any], status: int, seconds: float) -> dict[str, Any]:
-    client = scope.get("client")
-    return {
-        "method": scope["method"][:20],
-        "path": scope["path"][:500],
-        "status": status,
-        "ms": round(1000 * seconds, 1),
-        "user": scope.get("state", {}).get("user", ""),
-        "from": client[0] if client else "",
-    }
 
 
 class PlainLines(logging.Formatter):
@@ -129,20 +100,3 @@ class PlainLines(logging.Formatter):
             letter if letter.isprintable() else letter.encode("unicode_escape").decode()
             for letter in super().formatMessage(record)
         )
-
-
-class JsonLines(logging.Formatter):
-    """Formats log records as lines of JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        created = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
-        fields = {
-            "time": created,
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        fields |= getattr(record, "fields", {})
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str)

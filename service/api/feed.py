@@ -8,15 +8,14 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 
 from ...base.errors import NotFound, ServiceError
-from ..records import ENDED, Event
+from ..records import Event
 from ..store import Store
-from .problems import Problem
 
 EVERY_S = 0.1
 """Interval between reads of new events, s."""
@@ -24,8 +23,6 @@ IDLE_S = 1.0
 """The same while nobody listens, s."""
 REMEMBERED = 10_000
 """Number of events in memory."""
-MOST_LISTENERS = 2000
-MOST_OF_A_USER = 1000
 KEEP_ALIVE_S = 15.0
 """A comment is sent after this long without an event, s, to keep proxies from closing the stream and to detect dead
 connections.
@@ -43,21 +40,13 @@ class _Entry:
 
     id: int
     search: str | None
-    last: bool
-    """True if it ends its search, which may be retried later."""
     text: bytes
-    """The event as sent."""
-
-
-def encoded(event: Event) -> bytes:
-    """Returns an event in the format of a server-sent event (WHATWG HTML, 9.2)."""
-    data = {"id": event.id, "search": event.search, "time": event.time, "kind": event.kind, "data": event.data}
-    return f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+    """As sent: a server-sent event (WHATWG HTML, 9.2)."""
 
 
 def _entry(event: Event) -> _Entry:
-    last = event.kind == "search" and event.data.get("state") in ENDED
-    return _Entry(event.id, event.search, last, encoded(event))
+    data = json.dumps(asdict(event), separators=(",", ":"))
+    return _Entry(event.id, event.search, f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode())
 
 
 class Feed:
@@ -70,18 +59,8 @@ class Feed:
         self._last = 0
         self._changed = asyncio.Event()
         self._stopped = False
-        self._open: Counter[str] = Counter()
-        """Number of open streams of each user."""
-
-    @property
-    def listeners(self) -> int:
+        self.listeners = 0
         """Number of open streams."""
-        return self._open.total()
-
-    @property
-    def stopped(self) -> bool:
-        """True if the server is stopping."""
-        return self._stopped
 
     async def run(self) -> None:
         """Reads new events until `stop`."""
@@ -117,86 +96,49 @@ class Feed:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def follow(
-        self,
-        user: str,
-        after: int | None,
-        search: str | None = None,
-        allowed: Callable[[], bool] = lambda: True,
-        hidden: Callable[[set[str]], set[str]] = lambda searches: set(),
+    async def follow(
+        self, allowed: Callable[[], bool], after: int | None, search: str | None = None
     ) -> AsyncIterator[bytes]:
-        """Returns events as chunks of a stream.
+        """Yields events as chunks of a stream.
 
         Args:
-            user: the listener.
-            after: id of the last event seen; None for new events only.
-            search: only events of this search; the stream ends when the search has ended, or the listener may not see
-                it any more.
             allowed: called now and then, in a thread; the stream ends when it returns False.
-            hidden: returns those of some searches that the listener may not see; called in a thread.
-
-        Raises:
-            Problem: there are too many listeners.
+            after: id of the last event seen; None for new events only.
+            search: only events of this search; the stream ends when the search has ended.
         """
-        for count, most, whose in (
-            (self.listeners, MOST_LISTENERS, ""),
-            (self._open[user], MOST_OF_A_USER, f" of '{user}'"),
-        ):
-            if count >= most:
-                reason = f"{count} event streams{whose} are open, the limit; try again later"
-                raise Problem(503, "too_many_listeners", reason)
-        return self._stream(user, after, search, allowed, hidden)
-
-    async def _stream(
-        self,
-        user: str,
-        after: int | None,
-        search: str | None,
-        allowed: Callable[[], bool],
-        hidden: Callable[[set[str]], set[str]],
-    ) -> AsyncIterator[bytes]:
-        self._open[user] += 1
+        self.listeners += 1
         try:
             yield b"retry: 1000\n\n"
-            seen, checked = await self._begin(after), time.monotonic()
-            ended, over = search is not None, False
-            while not self._stopped:
+            seen, checked, over = None, time.monotonic(), False
+            while not self._stopped and not over:
                 changed = self._changed
                 try:
                     if time.monotonic() - checked > CHECKED_S:
                         if not await asyncio.to_thread(allowed):
                             return
                         checked = time.monotonic()
-                    entries, upto = await self._since(seen, search)
-                    read_some = upto != seen
-                    if searches := {entry.search for entry in entries if entry.search is not None}:
-                        hidden_searches = await asyncio.to_thread(hidden, searches)
-                        if search in hidden_searches:
-                            return
-                        entries = [entry for entry in entries if entry.search not in hidden_searches]
-                    if search is not None and (ended or any(entry.last for entry in entries)):
-                        ended, over = await asyncio.to_thread(self.ended, search, upto)
-                    seen = upto
+                    begin = await self._begin(after) if seen is None else seen
+                    entries, upto = await self._since(begin, search)
+                    if search is not None and (seen is None or entries):
+                        over = await asyncio.to_thread(self._is_over, search, upto)
                 except ServiceError:  # no event is lost: the read is repeated when the database is back
                     yield b": the database is unavailable\n\n"
                     await asyncio.sleep(IDLE_S)
                     continue
                 if entries:
                     yield b"".join(entry.text for entry in entries)
-                if over:
-                    return
-                if not read_some and not await self._waited(changed):
+                elif upto == begin and not over and not await self._waited(changed):
                     yield b": nothing new\n\n"
+                seen = upto
         finally:
-            self._open -= Counter([user])  # without those at zero
+            self.listeners -= 1
 
-    def ended(self, search: str, seen: int) -> tuple[bool, bool]:
-        """Returns whether a search has ended or was deleted, and whether it has no events after `seen` either."""
+    def _is_over(self, search: str, seen: int) -> bool:
+        """True if a search was deleted, or has ended and has no events after `seen`."""
         try:
-            ended = self._store.search(search).state.ended
+            return self._store.search(search).state.ended and not self._store.events(seen, search=search, limit=1)
         except NotFound:
-            return True, True
-        return ended, ended and not self._store.events(seen, search=search, limit=1)
+            return True
 
     async def _begin(self, after: int | None) -> int:
         """Returns the event that a stream starts after. An id beyond the latest one belongs to another database and
@@ -204,12 +146,7 @@ class Feed:
         """
         if after is None:
             return self._last
-        try:
-            if after > self._last and after > (newest := await asyncio.to_thread(self._store.latest)):
-                return newest
-        except ServiceError:  # the id cannot be checked while the database is unavailable
-            return self._last
-        return after
+        return after if after <= self._last else min(after, await asyncio.to_thread(self._store.latest))
 
     async def _since(self, seen: int, search: str | None) -> tuple[list[_Entry], int]:
         """Returns the events after `seen`, and the id up to which these are all. Reads the database if they are no

@@ -6,18 +6,21 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field as DataclassField
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, create_model, model_validator
 
 from ...base.errors import UsageError
 from ...base.option import Option, options_of
+from ...estimator.hardware import named_hardware
 from ...knobs.strategy import MAX_DEVICES
 from ...models.request import ModelRequest, SpaceRequest
+from ...models.server_model import ServerModel
 from ...runners.command.command import Command
+from ...space import Space
 from ...tuner.request.options import RunRequest, SearchRequest
-from ..records import MOST_PRIORITY, Role, SearchState, Visibility
-from ..request import LARGEST_FILE, TARGETS, digest
+from ..records import MOST_PRIORITY, SearchState
+from ..request import LARGEST_FILE, TARGETS
 
 LARGEST_NUMBER = 1 << 53
 """Largest whole number that all JSON readers represent exactly."""
@@ -82,38 +85,14 @@ def checked(check: Callable[..., Any], *names: str) -> AfterValidator:
     return AfterValidator(validate)
 
 
-def _hardware(value: str) -> None:
-    from ...estimator.hardware import named_hardware
-
-    named_hardware(value)
-
-
-def _target(value: str) -> None:
-    from ...models.server_model import ServerModel
-
-    ServerModel.named(value)
-
-
-def _contents(value: dict[str, Any]) -> None:
-    from ...models.server_model import ServerModel
-
-    ServerModel.of(value)
-
-
-def _space(value: dict[str, Any]) -> None:
-    from ...space import Space
-
-    Space.from_dict(value)
-
-
 Count = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Knob = Annotated[str, Field(min_length=1, max_length=80)]
 Value = bool | int | float | Annotated[str, Field(max_length=2000)]
-Hardware = Annotated[Word, checked(_hardware)]
-Target = Annotated[Word, checked(_target)]
-SpaceDocument = Annotated[dict[str, JsonValue], checked(_space)]
+Hardware = Annotated[Word, checked(named_hardware)]
+Target = Annotated[Word, checked(ServerModel.named)]
+SpaceDocument = Annotated[dict[str, JsonValue], checked(Space.from_dict)]
 Knobs = Annotated[dict[Knob, Value], Field(max_length=200)]
 
 _OWN: Mapping[str, tuple[Any, Any]] = {
@@ -173,50 +152,29 @@ def _type(field: DataclassField[Any], option: Option) -> tuple[Any, Any]:
     return (kind | None if NoneType in kinds else kind), default
 
 
-if TYPE_CHECKING:
-
-    class _CommandOptions(Body): ...
-
-    class _SpaceOptions(Body): ...
-
-    class _ModelOptions(Body): ...
-
-    class _SearchOptions(Body): ...
-
-else:
-    _CommandOptions = form("CommandOptions", Command)
-    _SpaceOptions = form("SpaceOptions", SpaceRequest)
-    _ModelOptions = form("ModelOptions", ModelRequest, without=("devices",))
-    _SearchOptions = form("SearchOptions", SearchRequest, RunRequest)
-
-
 class Code(Body):
     """A Python file that contains a workload."""
 
     text: Annotated[str, Field(min_length=1, max_length=LARGEST_FILE)]
     """The file's contents."""
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """SHA-256 of the text as UTF-8."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,79}$")]
     """Name of the workload in the file."""
 
-    @model_validator(mode="after")
-    def _whole(self) -> "Code":
-        if digest(self.text) != self.sha256:
-            raise ValueError("sha256 does not match the text: it was changed or damaged in transit; send it again")
-        return self
+
+_CommandOptions: Any = form("CommandOptions", Command)
+_SearchOptions: Any = form("SearchOptions", ModelRequest, SpaceRequest, SearchRequest, RunRequest, without=("devices",))
 
 
 class CommandForm(_CommandOptions):
     """A command to tune: the options of `redline.Command` that can be sent to a server."""
 
 
-class SearchForm(_SearchOptions, _ModelOptions, _SpaceOptions):
+class SearchForm(_SearchOptions):
     """A search: the options of `redline.tune` that can be sent to a server, with one of `TARGETS`."""
 
     target: Target | None = None
     """A preset's name or a hub id."""
-    model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500), checked(_contents)] | None = None
+    model: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=500), checked(ServerModel.of)] | None = None
     """Contents of a Hugging Face config.json."""
     devices: Count = 1
     """Devices of one trial. A server does not know those of the client."""
@@ -245,15 +203,12 @@ class Submission(Body):
     """The higher goes first."""
     device: Annotated[str, Field(max_length=100)] = ""
     """Kind of device, by type or a part of its name; empty for any."""
-    visibility: Visibility = "all"
-    """Users who can view it besides its owner and admins."""
 
 
 class ChangeForm(Body):
-    """The fields of a search that can be changed."""
+    """The field of a search that can be changed."""
 
-    priority: Priority | None = None
-    visibility: Visibility | None = None
+    priority: Priority
 
 
 class SearchAnswer(Answer):
@@ -273,18 +228,12 @@ class SearchAnswer(Answer):
     """UTC, seconds since 1970."""
     started: float | None
     ended: float | None
-    request: dict[str, JsonValue]
-    """The request, with values of `env` replaced by ***; in lists only its short values."""
+    request: dict[str, JsonValue] | None
+    """The request, with values of `env` replaced by ***; None in lists."""
     best: dict[str, JsonValue] | None
     """The winner, or the best trial so far."""
     trials: int
     """Trials that have ended."""
-    held: bool = False
-    """True if nothing of it starts until it is released."""
-    visibility: Visibility = "all"
-    """Users who can view it besides its owner and admins."""
-    created_now: bool = False
-    """After a submission: true if this call created it, false if an earlier one with the same key did."""
 
 
 class SearchesAnswer(Answer):
@@ -293,16 +242,6 @@ class SearchesAnswer(Answer):
     searches: list[SearchAnswer]
     next: str | None = None
     """Value of `after` for the next page; None at the end."""
-
-
-class EventAnswer(Answer):
-    """An event."""
-
-    id: int
-    search: str | None
-    time: float
-    kind: str
-    data: dict[str, JsonValue]
 
 
 class DeviceAnswer(Answer):
@@ -326,28 +265,6 @@ class QueueAnswer(Answer):
     """None while the cluster is not reached."""
     usage: dict[str, float]
     """Device-hours of each user in the last seven days."""
-
-
-class MeAnswer(Answer):
-    """The user of a token."""
-
-    name: str
-    role: Role
-    searches: int | None
-    """Limit of searches that run at once; None for no limit."""
-    devices: int | None
-    """Limit of devices at once; None for no limit."""
-    device_hours: float | None
-    """Limit of device-hours in seven days; None for no limit."""
-    priority: int
-    """The highest priority they may give a search. Admins may give any."""
-
-
-class HealthAnswer(Answer):
-    """The server's health."""
-
-    status: str
-    version: str
 
 
 class ErrorDetail(Answer):

@@ -8,14 +8,14 @@ from urllib.parse import parse_qsl
 
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response
+from fastapi.responses import RedirectResponse, Response
 
 from ...views.dashboard.app import asset_file as of_dashboard, make_app as make_dashboard
 from ...views.dashboard.guard import HEADERS, with_headers
 from ...views.report.page import asset, bundle
 from ..runs import SearchLibrary
-from .access import CSRF, SESSION_S, TOO_MANY, TOO_MANY_STRANGERS, address_of, cookie_name, csrf_of, user_of
-from .parts import Parts
+from .access import SESSION_S, body_of, check_origin, cookie_name, credentials_of, user_of
+from .parts import AUDIT, Parts
 from .problems import Problem
 
 LARGEST_FORM, MOST_FIELDS = 4096, 10
@@ -26,10 +26,10 @@ _POLICY = "content-security-policy"
 _HEADERS = {**HEADERS, _POLICY: HEADERS[_POLICY].replace("form-action 'none'", "form-action 'self'")}
 RUNS = "/runs"
 """Path of the dashboard's pages of searches."""
-LIST = "../"
-"""Path of the list of searches relative to these."""
 _LISTS = ("/api/runs", "/api/training", "/api/printed")
 """Paths of the dashboard that would read all folders."""
+LIST = "../"
+"""Path of the list of searches relative to these."""
 
 
 def add(app: FastAPI, parts: Parts) -> None:
@@ -52,25 +52,24 @@ def add(app: FastAPI, parts: Parts) -> None:
     async def login() -> Response:
         return _html(page_file("login.html").replace("<!--why-->", ""))
 
-    @app.post("/login", include_in_schema=False, max_body_size=LARGEST_FORM)
+    @app.post("/login", include_in_schema=False)
     async def logging_in(request: Request) -> Response:
-        _same_origin(request)
-        address = address_of(request)
-        parts.strangers.take(address, TOO_MANY_STRANGERS)
+        check_origin(request)
+        body = await body_of(request, LARGEST_FORM)
         try:
-            form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), max_num_fields=MOST_FIELDS))
+            form = dict(parse_qsl(body.decode("utf-8", "replace"), max_num_fields=MOST_FIELDS))
         except ValueError:
             rule = f"at most {MOST_FIELDS} fields"
             raise Problem(400, "malformed", f"the form has too many fields: {rule}", rule=rule) from None
         token = form.get("token", "").strip()
         try:
-            user = await run_sync(user_of, parts, token, address)
+            user = await run_sync(user_of, parts, token)
         except Problem as error:
             return _html(
                 page_file("login.html").replace("<!--why-->", f"<p role=alert>{html.escape(str(error))}</p>"),
                 error.status,
             )
-        await run_sync(parts.store.audit, user.name, "login", address)
+        AUDIT.info("%s logs in from %s", user.name, request.client.host if request.client else "")
         session_text = await run_sync(parts.store.new_session, token, SESSION_S)
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(
@@ -81,19 +80,12 @@ def add(app: FastAPI, parts: Parts) -> None:
 
     @app.post("/logout", include_in_schema=False)
     async def logout(request: Request) -> Response:
-        _same_origin(request)
+        check_origin(request)
         if cookie := request.cookies.get(cookie_name(request), ""):
-            parts.strangers.take(address_of(request), TOO_MANY_STRANGERS)
             await run_sync(parts.store.end_session, cookie)
         answer = RedirectResponse("/login", status_code=303)
         answer.delete_cookie(cookie_name(request), httponly=True, samesite="strict")
         return answer
-
-    @app.get("/session", include_in_schema=False)
-    async def session(request: Request) -> Response:
-        cookie = request.cookies.get(cookie_name(request), "")
-        user = await run_sync(partial(user_of, parts, cookie, address_of(request), session=True))
-        return JSONResponse({"user": user.name, "role": str(user.role), "header": CSRF, "csrf": csrf_of(cookie)})
 
     @app.get("/icon.svg", include_in_schema=False)
     async def icon() -> Response:
@@ -119,20 +111,6 @@ def _html(text: str, status: int = 200) -> Response:
     return Response(text, status_code=status, media_type="text/html; charset=utf-8")
 
 
-def _same_origin(request: Request) -> None:
-    """Checks that a form was sent by a page of this server, by the headers that browsers add.
-
-    Raises:
-        Problem: it was sent by another site.
-    """
-    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
-    # A page that sends no referrer has the origin null, so Sec-Fetch-Site takes precedence.
-    own_origin = f"{request.url.scheme}://{request.url.netloc}"
-    if site in ("same-origin", "none") if site else origin in (None, own_origin):
-        return
-    raise Problem(403, "csrf", "this form was sent by a page of another site")
-
-
 class Headers:
     """ASGI middleware that adds security headers to every answer."""
 
@@ -154,28 +132,22 @@ class _LoggedIn:
             await self.app(scope, receive, send)
             return
         request = Request(scope)
-        kind, _, credentials = request.headers.get("authorization", "").partition(" ")
-        bearer = kind.lower() == "bearer"
-        token = credentials if bearer else request.cookies.get(cookie_name(request), "")
+        token, session = credentials_of(request)
         if not token:
             await RedirectResponse("/login", status_code=303)(scope, receive, send)
             return
         try:
-            user = await run_sync(partial(user_of, self._parts, token, address_of(request), session=not bearer))
-            self._parts.rates.take(f"user {user.id}", TOO_MANY.format(user.name))
-            search = request.query_params.get("run", "")
-            if search and not await run_sync(self._parts.store.sees, user, search):
-                raise Problem(404, "not_found", "there is no such search")
+            await run_sync(partial(user_of, self._parts, token, session=session))
         except Problem as error:
             await error.answer()(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path == "/":  # the service's queue replaces the dashboard's list
-            answer = _html(of_dashboard("index.html").replace("<html ", f'<html data-list="{LIST}" '))
-            await answer(scope, receive, send)
-            return
         if path.startswith(_LISTS):
             problem = Problem(404, "not_found", "GET /v1/searches lists searches; the pages of runs show one at a time")
             await problem.answer()(scope, receive, send)
+            return
+        if path == "/":  # the service's queue replaces the dashboard's list
+            answer = _html(of_dashboard("index.html").replace("<html ", f'<html data-list="{LIST}" '))
+            await answer(scope, receive, send)
             return
         await self.app(scope, receive, send)

@@ -1,8 +1,6 @@
-"""Objects that the routes share: the store, the feed, Prometheus metrics, limits of requests."""
+"""Objects that the routes share: the store, the feed, Prometheus metrics."""
 
-import threading
-import time
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -11,57 +9,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from ..records import SearchState
 from ..store import Store
-from .problems import Problem
 
 if TYPE_CHECKING:
     from ..runs import Runs
     from ..searchers import Searchers
     from .feed import Feed
 
-
-_MOST_BUCKETS = 10_000
-
-
-class Rates:
-    """Token buckets that limit the requests per second of each key, with bursts."""
-
-    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._burst, self._clock = per_second, burst, clock
-        self._buckets: dict[str, tuple[float, float]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, key: str, message: str) -> None:
-        """Counts one request.
-
-        Raises:
-            Problem: there are too many. Its `retry-after` states when to retry.
-        """
-        with self._lock:
-            now = self._clock()
-            left, since = self._buckets.get(key, (self._burst, now))
-            left = min(self._burst, left + (now - since) * self._rate)
-            if left >= 1:
-                self._put(key, left - 1, now)
-                return
-            self._put(key, left, now)
-            wait = (1 - left) / self._rate
-        raise Problem(
-            429, "too_many", message, rule=f"{self._rate:g} a second, {self._burst:g} at once",
-            headers={"retry-after": str(max(1, round(wait)))},
-        )  # fmt: skip
-
-    def _put(self, key: str, left: float, now: float) -> None:
-        if len(self._buckets) >= _MOST_BUCKETS and key not in self._buckets:
-            full = [
-                name
-                for name, (tokens, since) in self._buckets.items()
-                if tokens + (now - since) * self._rate >= self._burst
-            ]
-            for name in full or list(self._buckets)[: _MOST_BUCKETS // 2]:
-                del self._buckets[name]
-        self._buckets[key] = left, now
-
-
+AUDIT = logging.getLogger("redline.audit")
+"""Log of what users do."""
 BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 30)
 
 
@@ -105,12 +60,6 @@ class Parts:
     runs: "Runs"
     feed: "Feed"
     metrics: Metrics
-    rates: Rates
-    """Limits the requests of a user."""
-    failures: Rates
-    """Limits the wrong tokens of an address."""
-    strangers: Rates
-    """Limits costly requests without a token of an address."""
     most_queued: int
     """Limit of queued searches of a user who is not an admin."""
     allow_code: bool

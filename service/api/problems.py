@@ -18,16 +18,35 @@ _STATUS: tuple[tuple[type[RedlineError], int, str], ...] = (
     (UsageError, 422, "invalid"),
 )
 """Statuses and codes of errors other than `ServiceError`, the first that fits."""
-_CODES = {
-    400: "malformed",
-    401: "no_token",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    413: "too_large",
-}
-TOO_LARGE = "the body is larger than this route accepts"
+_NOWHERE = {404: ("not_found", "there is no {}"), 405: ("method_not_allowed", "{} does not take this method")}
+"""Codes and messages of requests that no route takes."""
 _RETRY_S = 2
+_OWN_RULE = "Value error, "
+_WHOLE = {"body": "the body", "query": "the query", "path": "the path"}
+_RULES = {
+    "missing": "is missing",
+    "extra_forbidden": "is not a field of this request",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "string_pattern_mismatch": "must match {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must not be empty",
+    "too_long": "must have at most {max_length} entries",
+    "too_short": "must not be empty",
+    "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
+    "string": "must be a text",
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "finite": "must be a finite number",
+    "bool": "must be true or false",
+    "list": "must be a list",
+    "dict": "must be a mapping",
+    "model": "must be a mapping",
+}
+"""Sentences by pydantic's type of an error, or by its first word."""
 
 
 def _sendable(text: str) -> str:
@@ -76,21 +95,46 @@ def problem_of(error: RedlineError) -> Problem:
 
 
 def _invalid(error: RequestValidationError) -> Problem:
-    errors = error.errors()
-    first = errors[0]
-    kind, place = str(first.get("type", "")), [str(name) for name in first.get("loc", ())]
-    if kind == "json_invalid":
-        return Problem(
-            400, "malformed", f"the body is not valid JSON: {first.get('ctx', {}).get('error', first.get('msg'))}"
-        )
-    rule = str(first.get("msg", "")).removeprefix("Value error, ")
-    field = ".".join(place[1:]) or None
-    many = len(errors) - 1
-    further = f" ({many} more field{'s are' if many > 1 else ' is'} wrong)" if many else ""
-    subject = field or {"body": "the body", "query": "the query", "path": "the path"}.get(
-        place[0] if place else "", "it"
+    """Returns the answer for a field that breaks a rule, in our words instead of pydantic's."""
+    errors = [(_field(problem, error.body), problem) for problem in error.errors()]
+    field, first = errors[0]
+    # The alternatives of a field each have an error.
+    sentences = dict.fromkeys(_sentence(problem) for name, problem in errors if name == field)
+    sentence = " or ".join(sentences).replace(" or must be ", " or ")
+    sentence = f": {sentence.removeprefix(_OWN_RULE)}" if sentence.startswith(_OWN_RULE) else f" {sentence}"
+    subject = field or _WHOLE.get(str(first["loc"][0]), "it")
+    given = (
+        ""
+        if first["type"] in ("missing", "value_error", "extra_forbidden")
+        else f", but got {short(first['input'])!r:.200}"
     )
-    return Problem(422, "invalid", f"{subject}: {rule}{further}", field=field, given=first.get("input"), rule=rule)
+    further = len({name for name, _ in errors} - {field})
+    more = f" ({further} more field{'s are' if further > 1 else ' is'} wrong)" if further else ""
+    rule = str(first["msg"]).removeprefix(_OWN_RULE)
+    return Problem(422, "invalid", f"{subject}{sentence}{given}{more}", field=field, given=first["input"], rule=rule)
+
+
+def _sentence(problem: dict[str, Any]) -> str:
+    kind = problem["type"]
+    if kind == "value_error":
+        return str(problem["msg"])
+    template = _RULES.get(kind) or _RULES.get(kind.partition("_")[0], "is not valid")
+    return str(template.format(**problem.get("ctx", {})))
+
+
+def _field(problem: dict[str, Any], body: Any) -> str | None:
+    """Returns the path of a wrong field, without the names that pydantic gives to alternatives."""
+    source, *names = problem["loc"]
+    if source != "body":
+        return ".".join(map(str, names)) or None
+    path, value = [], body
+    for name in names:
+        if name in value if isinstance(value, dict) else isinstance(value, list) and name in range(len(value)):
+            value = value[name]
+        elif problem["type"] != "missing" or name != names[-1]:
+            continue
+        path.append(str(name))
+    return ".".join(path) or None
 
 
 def answer_problems(app: FastAPI) -> None:
@@ -113,51 +157,11 @@ def answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     def http(request: Request, error: HTTPException) -> Response:
-        code = _CODES.get(error.status_code, "refused")
-        path = request.url.path[:200]
-        messages = {
-            413: TOO_LARGE,
-            404: f"there is no {path}",
-            405: f"{path} does not take {request.method}",
-        }
-        return Problem(
-            error.status_code,
-            code,
-            messages.get(error.status_code, str(error.detail)),
-            headers=dict(error.headers or {}),
-        ).answer()
+        code, message = _NOWHERE.get(error.status_code, ("refused", str(error.detail)))
+        message = message.format(request.url.path[:200])
+        return Problem(error.status_code, code, message, headers=dict(error.headers or {})).answer()
 
     @app.exception_handler(Exception)
     def unforeseen(request: Request, error: Exception) -> Response:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return Problem(500, "internal", "an internal error occurred; the server's log has the traceback").answer()
-
-
-class TooLarge:
-    """ASGI middleware that answers a body that is too large in the form of all errors.
-
-    Starlette, which counts a body's bytes, answers on its own, in plain text.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        reworded = False
-
-        async def send_reworded(message: dict[str, Any]) -> None:
-            nonlocal reworded
-            if message["type"] == "http.response.start" and message["status"] == 413:
-                if b"application/json" not in [value for _, value in message["headers"]]:
-                    reworded = True
-                    headers = {"connection": "close"}
-                    problem = Problem(413, "too_large", TOO_LARGE, headers=headers)
-                    await problem.answer()(scope, receive, send)
-                    return
-            if not reworded:
-                await send(message)
-
-        await self.app(scope, receive, send_reworded)

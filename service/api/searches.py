@@ -1,21 +1,18 @@
 """Routes of searches: submit, list, change, cancel, and their results."""
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
-from ...base.errors import NotFound, Refused, UsageError
+from ...base.errors import NotFound, Refused
 from ...frameworks import export_targets
 from ..records import UNDECIDED, Role, Search, SearchState, User
-from ..request import NO_CODE, brief, is_code, without_secrets
-from ..retention import deleted
-from ..scheduling import HELD
+from ..request import NO_CODE, is_code, without_secrets
 from .access import Guarded, Reader, Submitter
 from .models import ChangeForm, SearchAnswer, SearchesAnswer, Submission
-from .parts import Parts, parts_of
+from .parts import AUDIT, Parts, parts_of
 from .problems import Problem
 
 router = APIRouter(prefix="/v1/searches", tags=["searches"], route_class=Guarded)
@@ -23,6 +20,9 @@ PartsOf = Annotated[Parts, Depends(parts_of)]
 SearchId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Id of a search.")]
 TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Number of a trial.")]
 EventId = Annotated[int, Query(ge=0, lt=1 << 31, description="Id of the last event seen.")]
+LastEventId = Annotated[
+    int | None, Header(ge=0, lt=1 << 31, description="The same, as a browser that reconnects sends it.")
+]
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}
 }
@@ -34,17 +34,15 @@ def search_answer(parts: Parts, search: Search, *, whole: bool = True) -> Search
     Args:
         parts: of the application.
         search: the search.
-        whole: whether to include the whole request, which may be up to a MiB.
+        whole: whether to include the request, which may be up to a MiB.
     """
     reason = search.reason
-    if search.state is SearchState.QUEUED and search.held:
-        reason = HELD
-    elif search.state is SearchState.QUEUED:
+    if search.state is SearchState.QUEUED:
         reason = parts.searchers.reasons.get(search.id, UNDECIDED)
     return SearchAnswer.of(
         search,
         device=search.kind or search.device,
-        request=without_secrets(search.request) if whole else brief(search.request),
+        request=without_secrets(search.request) if whole else None,
         user=search.owner,
         reason=reason,
     )
@@ -62,18 +60,6 @@ def may_change(user: User, search: Search) -> None:
             "not_yours",
             f"the search {search.id} belongs to {search.owner}; only they and admins may change it",
         )
-
-
-def seen(parts: Parts, user: User, search: str) -> Search:
-    """Returns the search of that id if it is visible to a user.
-
-    Raises:
-        NotFound: there is none, or it is not visible.
-    """
-    record = parts.store.search(search)
-    if not parts.store.sees(user, search):
-        raise NotFound(f"there is no search '{search}'")
-    return record
 
 
 @router.post("", status_code=201)
@@ -97,15 +83,14 @@ def submit(
         priority=form.priority,
         name=name,
         key=idempotency_key,
-        visibility=form.visibility,
         most_queued=_most_queued(user, parts),
     )
     if new:
-        parts.store.audit(user.name, "submit", search.id, {"name": name, "devices": search.devices})
+        AUDIT.info("%s submits %s, '%s', %d devices a trial", user.name, search.id, name, search.devices)
         parts.metrics.submitted.inc()
         parts.searchers.wake()
     response.status_code = 201 if new else 200
-    return search_answer(parts, search).model_copy(update={"created_now": new})
+    return search_answer(parts, search)
 
 
 def _check_code(parts: Parts, owner: User, request: Mapping[str, Any]) -> None:
@@ -167,7 +152,7 @@ def listed(
 ) -> SearchesAnswer:
     """Returns the searches of all users, the newest first."""
     owner = user.id if mine else None
-    page = parts.store.searches(user=owner, state=state, after=after, limit=limit, seen_by=user)
+    page = parts.store.searches(user=owner, state=state, after=after, limit=limit)
     last = page[-1].id if len(page) == limit else None
     return SearchesAnswer(searches=[search_answer(parts, search, whole=False) for search in page], next=last)
 
@@ -175,7 +160,7 @@ def listed(
 @router.get("/{search}")
 def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
     """Returns a search. While it runs, `best` is the best so far."""
-    answer = search_answer(parts, seen(parts, user, search))
+    answer = search_answer(parts, parts.store.search(search))
     if answer.best is None and answer.trials:
         answer = answer.model_copy(update={"best": parts.runs.summary(search)["best"]})
     return answer
@@ -184,86 +169,55 @@ def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
 @router.post("/{search}/cancel")
 def cancel(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
     """Ends a search and keeps its results. A search that has ended is not changed."""
-    record = seen(parts, user, search)
-    may_change(user, record)
-    if not record.state.ended:
-        record = parts.store.cancel(search)
-        parts.store.audit(user.name, "cancel", search)
-    return search_answer(parts, record)
+    return _changed(parts, user, search, "cancels", parts.store.cancel)
 
 
-def _changed(
-    parts: Parts, user: User, search: str, action: str, change: Callable[[], Search], detail: Any
-) -> SearchAnswer:
-    """Changes a search for its owner or an admin, records that in the audit log, and returns the search."""
-    may_change(user, seen(parts, user, search))
-    record = change()
-    parts.store.audit(user.name, action, search, detail)
+def _changed(parts: Parts, user: User, search: str, action: str, change: Callable[[str], Search]) -> SearchAnswer:
+    """Changes a search for its owner or an admin, logs that, and returns the search."""
+    may_change(user, parts.store.search(search))
+    record = change(search)
+    AUDIT.info("%s %s %s", user.name, action, search)
     parts.searchers.wake()
     return search_answer(parts, record)
 
 
-def _resumed(parts: Parts, user: User, search: str, action: str, resume: Callable[[], Search]) -> SearchAnswer:
-    """Resumes a search if this server still runs its request. Otherwise as `_changed`."""
-
-    def checked() -> Search:
-        record = parts.store.search(search)
-        _check_code(parts, parts.store.user(record.owner), record.request)
-        return resume()
-
-    return _changed(parts, user, search, action, checked, None)
-
-
-@router.post("/{search}/hold")
-def hold(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Pauses a search until it is released. Trials in progress end, nothing else starts."""
-    return _changed(parts, user, search, "hold", lambda: parts.store.hold(search), None)
-
-
-@router.post("/{search}/release")
-def release(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Resumes a held search."""
-    return _resumed(parts, user, search, "release", lambda: parts.store.hold(search, False))
-
-
 @router.post("/{search}/retry")
 def retry(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Resumes a search that failed or was cancelled. Finished trials are not repeated."""
-    return _resumed(parts, user, search, "retry", lambda: parts.store.retry(search, _most_queued(user, parts)))
+    """Resumes a search that failed or was cancelled, if this server still runs its request. Finished trials are not
+    repeated.
+    """
+
+    def retried(search: str) -> Search:
+        record = parts.store.search(search)
+        _check_code(parts, parts.store.user(record.owner), record.request)
+        return parts.store.retry(search, _most_queued(user, parts))
+
+    return _changed(parts, user, search, "retries", retried)
 
 
 @router.patch("/{search}")
 def change(search: SearchId, form: ChangeForm, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Changes a search's priority, up to the caller's highest priority, or its visibility."""
-    values = form.model_dump(exclude_none=True)
+    """Changes a search's priority, up to the caller's highest priority."""
 
-    def changed() -> Search:
-        if form.priority is not None:
-            _check_priority(user, form.priority)
-        return parts.store.change_search(search, **values)
+    def changed(search: str) -> Search:
+        _check_priority(user, form.priority)
+        return parts.store.set_priority(search, form.priority)
 
-    return _changed(parts, user, search, "change", changed, values)
+    return _changed(parts, user, search, f"gives the priority {form.priority} to", changed)
 
 
 @router.delete("/{search}", status_code=204)
 def delete(search: SearchId, user: Submitter, parts: PartsOf) -> None:
     """Deletes a search that has ended, with its folder."""
-    may_change(user, seen(parts, user, search))
-    deleted(parts.store, parts.runs, search)
-    parts.store.audit(user.name, "delete", search)
-
-
-@router.get("/{search}/trials")
-def trials(search: SearchId, user: Reader, parts: PartsOf) -> list[dict[str, Any]]:
-    """Returns the trials that have ended, by the columns of trials.csv."""
-    seen(parts, user, search)
-    return parts.runs.rows(search)
+    may_change(user, parts.store.search(search))
+    parts.store.delete_search(search, parts.runs.folder(search))
+    AUDIT.info("%s deletes %s", user.name, search)
 
 
 @router.get("/{search}/trials.csv", response_class=PlainTextResponse)
 def table(search: SearchId, user: Reader, parts: PartsOf) -> Response:
     """Returns trials.csv."""
-    seen(parts, user, search)
+    parts.store.search(search)
     headers = {"content-disposition": f'attachment; filename="{search}.csv"'}
     return Response(parts.runs.table(search), media_type="text/csv; charset=utf-8", headers=headers)
 
@@ -271,42 +225,24 @@ def table(search: SearchId, user: Reader, parts: PartsOf) -> Response:
 @router.get("/{search}/best")
 def best(search: SearchId, user: Reader, parts: PartsOf) -> dict[str, Any]:
     """Returns the winner, or the best trial so far, with the default configuration; `why` states why there is none."""
-    record = seen(parts, user, search)
+    record = parts.store.search(search)
     return {"state": record.state.value, **parts.runs.summary(search)}
 
 
-@router.get("/{search}/events", response_class=StreamingResponse, responses={**STREAM, 204: {}})
+@router.get("/{search}/events", response_class=StreamingResponse, responses=STREAM)
 async def events(
     search: SearchId,
     user: Reader,
     request: Request,
     parts: PartsOf,
     after: EventId = 0,
-    last_event_id: Annotated[str | None, Header()] = None,
+    last_event_id: LastEventId = None,
 ) -> Response:
-    """Streams the events of a search, from its beginning or after an event, until it ends. Status 204 means that no
-    event follows the one in `Last-Event-ID`, which keeps a browser from reconnecting.
-    """
+    """Streams the events of a search, from its beginning or after an event, until it ends."""
     from anyio.to_thread import run_sync
 
-    await run_sync(seen, parts, user, search)
-    begin = resumed(after, last_event_id)
-    if last_event_id and begin is not None and (await run_sync(parts.feed.ended, search, begin))[1]:
-        return Response(status_code=204)
-    return stream(request, parts, begin, search)
-
-
-def resumed(after: int | None, header: str | None) -> int | None:
-    """Returns the event that a stream starts after. A browser that reconnects sends it in a header.
-
-    Raises:
-        UsageError: the header is not a number.
-    """
-    if not header:
-        return after
-    if not re.fullmatch("[0-9]{1,9}", header, re.ASCII):
-        raise UsageError(f"Last-Event-ID must be the id of an event, but got '{header[:40]}'")
-    return int(header)
+    await run_sync(parts.store.search, search)
+    return stream(request, parts, after if last_event_id is None else last_event_id, search)
 
 
 def stream(request: Request, parts: Parts, after: int | None, search: str | None) -> Response:
@@ -316,12 +252,7 @@ def stream(request: Request, parts: Parts, after: int | None, search: str | None
         return request.state.still() is not None
 
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-
-    def hidden(searches: set[str]) -> set[str]:
-        user = request.state.still()
-        return searches if user is None else parts.store.hidden_from(user, searches)
-
-    chunks = parts.feed.follow(request.state.user, after, search, allowed, hidden)
+    chunks = parts.feed.follow(allowed, after, search)
     return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
 
 
@@ -334,9 +265,9 @@ def log(
     begin: Annotated[int, Query(ge=0, lt=1 << 40, description="From this byte on.")] = 0,
 ) -> Response:
     """Returns up to a MiB of a trial's output, from a byte on; `x-redline-size` is its whole size."""
-    seen(parts, user, search)
+    record = parts.store.search(search)
     data, size = parts.runs.log(search, trial, begin)
-    if not size and parts.store.search(search).state.ended:
+    if not size and record.state.ended:
         raise NotFound(f"the search {search} has no output of a trial {trial}")
     return Response(data, media_type="text/plain; charset=utf-8", headers={"x-redline-size": str(size)})
 
@@ -351,7 +282,7 @@ def export(
     form: Annotated[str | None, Query(max_length=20)] = None,
 ) -> Response:
     """Returns the winner's or a trial's configuration for a framework."""
-    seen(parts, user, search)
+    parts.store.search(search)
     exported = parts.runs.export(search, target, trial, form)
     name = f"{search}-{export_targets()[target].file(exported.form)}"
     headers = {"content-disposition": f'attachment; filename="{name}"', "x-redline-form": exported.form}

@@ -18,8 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import URL, Connection, Engine, make_url
@@ -132,15 +133,11 @@ class Database:
             try:
                 with engine.begin() as connection:
                     return body(connection)
-            except IntegrityError as error:  # another transaction has just inserted the same row
-                conflicts += 1
-                if conflicts > CONFLICTS:
-                    raise StorageUnavailable(f"{self.words} refuses a record: {_first_line(error)}") from error
             except DBAPIError as error:
-                code = _code(error)
-                if code in _CONFLICTS:
-                    conflicts += 1
-                if not _passes(error, code) or conflicts > CONFLICTS or time.monotonic() > give_up:
+                # Another transaction may have just inserted the same row.
+                code, conflict = _code(error), isinstance(error, IntegrityError)
+                conflicts += conflict or code in _CONFLICTS
+                if not (conflict or _passes(error, code)) or conflicts > CONFLICTS or time.monotonic() > give_up:
                     raise self._unavailable(error, code) from error
             except NoConnection as error:
                 raise StorageUnavailable(f"{self.words} is busy: all connections to it are in use") from error
@@ -189,7 +186,7 @@ def _engine(url: URL) -> Engine:
         more = {"connect_args": given, "isolation_level": "READ COMMITTED"}
     engine = create_engine(
         url,
-        json_serializer=_as_json,
+        json_serializer=partial(json.dumps, allow_nan=False, separators=(",", ":")),
         pool_size=8,
         max_overflow=32,
         pool_timeout=BUSY_S,
@@ -246,16 +243,8 @@ def _passes(error: DBAPIError, code: str) -> bool:
     return bool(error.connection_invalidated) or code in _CONFLICTS or code.startswith(("08", "57P", "SQLITE_BUSY"))
 
 
-def _as_json(value: object) -> str:
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UsageError(_not_stored(error)) from error
-
-
 def _not_stored(error: Exception) -> str:
-    line = _first_line(error)
-    return line if line.startswith("this cannot be stored") else f"this cannot be stored: {line}"
+    return f"this cannot be stored: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:
@@ -273,7 +262,7 @@ _HOLDER = text(
 _log = logging.getLogger("redline.server")
 
 
-class DatabaseLock(contextlib.AbstractContextManager["DatabaseLock"]):
+class DatabaseLock:
     """Locks a database for one server, until it is closed or its process is gone.
 
     Args:
@@ -318,12 +307,6 @@ class DatabaseLock(contextlib.AbstractContextManager["DatabaseLock"]):
                 self._session.invalidate()
                 self._session.close()
         self._database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _locked_session(self) -> Connection:
         """Returns a session that has the lock.
@@ -378,16 +361,11 @@ _MIGRATION_LOCK = 0x7265646C696E66
 """Lock of the process that migrates, on Postgres. SQLite has a single writer."""
 
 
-def migrate(database: Database, *, change: bool) -> None:
+def migrate(database: Database) -> None:
     """Brings the tables to the state that this version expects.
-
-    Args:
-        database: contains the tables.
-        change: whether they may be created and changed.
 
     Raises:
         StorageAhead: a later version has written them.
-        StorageUnavailable: they do not exist, or are of an earlier version, and may not be changed.
     """
     from alembic.config import Config
     from alembic.script import ScriptDirectory
@@ -405,11 +383,6 @@ def migrate(database: Database, *, change: bool) -> None:
         )
     if version == head:
         return
-    if not change:
-        problem = (
-            "has no tables of redline" if version is None else f"has version {version}, but this redline needs {head}"
-        )
-        raise StorageUnavailable(f"{database.words} {problem}; start `redline serve` on it first")
 
     def upgrade(connection: Connection) -> None:
         from alembic import command

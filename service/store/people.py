@@ -1,65 +1,51 @@
-"""Users of the service, their tokens, and the audit log."""
+"""Users of the service, and their tokens."""
 
 import contextlib
 import hashlib
 import hmac
-import math
 import secrets
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, or_, select, update
 
 from ...base.errors import KeyTaken, NotFound, StorageUnavailable, UsageError, unknown
-from ..records import MOST_PRIORITY, AuditEntry, Role, Token, User
-from ..tables import audit, sessions, tokens, users
-from .part import Part, add, as_count, as_text, one, reads, writes
+from ..records import Rights, Role, Token, User
+from ..tables import tokens, users
+from .part import Part, one, reads, writes
 
 USED_S = 60.0
 """Resolution of the time when a token was last used, s."""
 PREFIX = "redline_"
 """Prefix of a token, so that scanners for leaked secrets recognise it."""
+LONGEST_NAME = 200
+"""Largest length of a name, characters."""
+_IS_SESSION = tokens.c.opened_with.is_not(None)
+_RIGHTS = tuple(field.name for field in fields(Rights))
 
 
 class People(Part):
     """Operations on users and tokens."""
 
     @writes
-    def add_user(
-        self,
-        connection: Connection,
-        name: str,
-        role: Role | str = Role.SUBMITTER,
-        *,
-        searches: int | None = None,
-        devices: int | None = None,
-        device_hours: float | None = None,
-        weight: float = 1.0,
-        team: str = "",
-        priority: int = 0,
-    ) -> User:
-        """Adds a user.
+    def add_user(self, connection: Connection, name: str, role: Role | str = Role.SUBMITTER, **rights: Any) -> User:
+        """Adds a user with `Rights`.
 
         Raises:
             KeyTaken: there is one of that name.
-            UsageError: name, role or limits are invalid.
+            UsageError: the name or a right is invalid.
         """
+        if not name:
+            raise UsageError("a user's name must not be empty")
         values = {
-            "name": as_text("a user's name", name, empty=False),
-            "role": _role(role),
-            "searches": _limit("searches", searches),
-            "devices": _limit("devices", devices),
-            "device_hours": _positive("device_hours", device_hours),
-            "weight": _positive("weight", weight) or 1.0,
-            "team": as_text("team", team),
-            "priority": as_count("priority", priority, most=MOST_PRIORITY),
+            **_rights_row({"role": role, **rights}),
+            "name": _text("a user's name", name),
             "created": self.clock(),
         }
         if one(connection, select(users.c.id).where(users.c.name == name)):
             raise KeyTaken(f"there is a user '{name}' already")
-        number = add(connection, users, values)
-        return _user(one(connection, select(users).where(users.c.id == number)))
+        connection.execute(insert(users).values(**values))
+        return _user(self._row(connection, name))
 
     @writes
     def change_user(self, connection: Connection, name: str, **changes: Any) -> User:
@@ -67,27 +53,24 @@ class People(Part):
 
         Args:
             name: of the user.
-            changes: `role`, `searches`, `devices` and `device_hours` (None for no limit), `weight`, `team`, `priority`,
-                `disabled` (a boolean).
+            changes: fields of `Rights`, and `disabled` (a boolean).
 
         Raises:
             NotFound: the user does not exist.
             UsageError: a value is invalid, or there would be no admin left.
         """
-        row = one(connection, select(users).where(users.c.name == name).with_for_update())
-        if row is None:
-            raise NotFound(unknown("user", name, connection.execute(select(users.c.name)).scalars()))
-        values = {field: _CHANGES[field](value) for field, value in changes.items()}
-        if "disabled" in changes:
-            values["disabled"] = (row.disabled or self.clock()) if changes["disabled"] else None
+        row = self._row(connection, name, lock=True)
+        disabled = changes.get("disabled", row.disabled is not None)
+        rights = {right: value for right, value in changes.items() if right != "disabled"}
+        values = _rights_row({**{right: getattr(row, right) for right in _RIGHTS}, **rights})
+        values["disabled"] = (row.disabled or self.clock()) if disabled else None
         admins = users.c.role == Role.ADMIN, users.c.disabled.is_(None), users.c.id != row.id
         was_one = row.role == Role.ADMIN and row.disabled is None
-        stays_one = values.get("role", row.role) == Role.ADMIN and values.get("disabled", row.disabled) is None
+        stays_one = values["role"] == Role.ADMIN and not disabled
         if was_one and not stays_one and one(connection, select(users.c.id).where(*admins)) is None:
             raise UsageError(f"{name} is the only admin; make another user an admin first")
-        if values:
-            connection.execute(update(users).where(users.c.id == row.id).values(**values))
-        return _user(one(connection, select(users).where(users.c.id == row.id)))
+        connection.execute(update(users).where(users.c.id == row.id).values(**values))
+        return _user(self._row(connection, name))
 
     @reads
     def users(self, connection: Connection) -> list[User]:
@@ -101,10 +84,14 @@ class People(Part):
         Raises:
             NotFound: there is none.
         """
-        row = one(connection, select(users).where(users.c.name == name))
+        return _user(self._row(connection, name))
+
+    def _row(self, connection: Connection, name: str, lock: bool = False) -> Row[Any]:
+        query = select(users).where(users.c.name == name)
+        row = one(connection, query.with_for_update() if lock else query)
         if row is None:
             raise NotFound(unknown("user", name, connection.execute(select(users.c.name)).scalars()))
-        return _user(row)
+        return row
 
     def new_token(self, user: int | User, name: str = "", expires: float | None = None) -> str:
         """Makes a token and returns its text, of which only a digest is stored.
@@ -117,28 +104,30 @@ class People(Part):
         Raises:
             NotFound: the user does not exist.
         """
-        number, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
-        text = f"{PREFIX}{number}_{secret}"
-        self._keep_token(number, _digest(text), user.id if isinstance(user, User) else user, name, expires)
+        text = _new_text()
+        owner = user.id if isinstance(user, User) else user
+        self._keep_token(text, {"user": owner, "name": _text("a token's name", name), "expires": expires})
         return text
 
     @writes
-    def _keep_token(
-        self, connection: Connection, number: str, digest: str, user: int, name: str, expires: float | None
-    ) -> None:
-        if one(connection, select(users.c.id).where(users.c.id == user)) is None:
-            raise NotFound(f"there is no user {user}")
-        if one(connection, select(tokens.c.id).where(tokens.c.id == number, tokens.c.digest == digest)):
-            return
-        values = {"id": number, "digest": digest, "user": user, "name": as_text("a token's name", name)}
-        connection.execute(insert(tokens).values(**values, created=self.clock(), expires=expires))
+    def _keep_token(self, connection: Connection, text: str, values: dict[str, Any]) -> None:
+        if one(connection, select(users.c.id).where(users.c.id == values["user"])) is None:
+            raise NotFound(f"there is no user {values['user']}")
+        self._insert_token(connection, text, values)
 
-    def user_of(self, text: str) -> User | None:
-        """Returns the owner of a token; None if it is unknown, has expired or was revoked, or its user is disabled.
+    def _insert_token(self, connection: Connection, text: str, values: dict[str, Any]) -> None:
+        """Stores a token, unless an earlier run of the transaction has stored it."""
+        if self._token(connection, text) is None:
+            values = {**values, "id": _id_of(text), "digest": _digest(text), "created": self.clock()}
+            connection.execute(insert(tokens).values(**values))
+
+    def user_of(self, text: str, *, session: bool = False) -> User | None:
+        """Returns the owner of a token, or of the session of a page; None if it is unknown, has expired or was revoked, or
+        its user is disabled.
 
         Also records the time of use, to a minute.
         """
-        owner = self._user_of(text)
+        owner = self._user_of(text, session)
         if owner is None:
             return None
         user, used = owner
@@ -152,11 +141,13 @@ class People(Part):
         connection.execute(update(tokens).where(tokens.c.id == token).values(used=self.clock()))
 
     @reads
-    def _user_of(self, connection: Connection, text: str) -> tuple[User, float | None] | None:
+    def _user_of(self, connection: Connection, text: str, session: bool) -> tuple[User, float | None] | None:
         """Returns the owner of a token and when it was last used; None as for `user_of`."""
         row = self._token(connection, text)
-        user = None if row is None else self._good(connection, row)
-        return None if row is None or user is None else (user, row.used)
+        if row is None or (row.opened_with is not None) is not session:
+            return None
+        user = self._good(connection, row)
+        return None if user is None else (user, row.used)
 
     def _token(self, connection: Connection, text: str) -> Row[Any] | None:
         """Returns the token of that text; None if it is unknown."""
@@ -176,54 +167,40 @@ class People(Part):
         return None if user.disabled is not None else user
 
     def new_session(self, token: str, seconds: float) -> str:
-        """Begins a session of a page for the owner of a token and returns its text, of which only a digest is stored.
+        """Begins a session of a page for the owner of a token. Returns its text: another token, which ends after that time
+        and with the one that it was opened with.
 
         Raises:
             NotFound: the token is unknown, has expired or was revoked.
         """
-        text = secrets.token_urlsafe(32)
-        self._keep_session(_digest(text), token, seconds)
+        text = _new_text()
+        self._keep_session(text, token, seconds)
         return text
 
     @writes
-    def _keep_session(self, connection: Connection, digest: str, token: str, seconds: float) -> None:
+    def _keep_session(self, connection: Connection, text: str, token: str, seconds: float) -> None:
         row = self._token(connection, token)
         if row is None or self._good(connection, row) is None:
             raise NotFound("the token is not known, was revoked or has expired")
-        if one(connection, select(sessions.c.digest).where(sessions.c.digest == digest)):
-            return
         now = self.clock()
-        connection.execute(delete(sessions).where(sessions.c.expires <= now))
-        values = {"digest": digest, "token": _id_of(token), "expires": now + seconds}
-        connection.execute(insert(sessions).values(**values))
-
-    @reads
-    def user_of_session(self, connection: Connection, text: str) -> User | None:
-        """Returns the owner of a session; None if it is unknown or over, or its token is not valid any more."""
-        row = one(
-            connection,
-            select(tokens)
-            .join(sessions, sessions.c.token == tokens.c.id)
-            .where(sessions.c.digest == _digest(text), sessions.c.expires > self.clock()),
-        )
-        return None if row is None else self._good(connection, row)
+        connection.execute(delete(tokens).where(_IS_SESSION, tokens.c.expires <= now))
+        expires = now + seconds if row.expires is None else min(row.expires, now + seconds)
+        self._insert_token(connection, text, {"user": row.user, "name": "", "expires": expires, "opened_with": row.id})
 
     @writes
     def end_session(self, connection: Connection, text: str) -> None:
         """Ends a session."""
-        connection.execute(delete(sessions).where(sessions.c.digest == _digest(text)))
+        connection.execute(delete(tokens).where(_IS_SESSION, tokens.c.digest == _digest(text)))
 
     @reads
-    def tokens(self, connection: Connection, user: int | None = None) -> list[Token]:
-        """Returns the tokens of all users or of one, the oldest first."""
-        query = select(tokens).order_by(tokens.c.created, tokens.c.id)
-        if user is not None:
-            query = query.where(tokens.c.user == user)
+    def tokens(self, connection: Connection) -> list[Token]:
+        """Returns the tokens of all users, the oldest first, without sessions of pages."""
+        query = select(tokens).where(~_IS_SESSION).order_by(tokens.c.created, tokens.c.id)
         return [_record(row) for row in connection.execute(query)]
 
     @writes
     def revoke(self, connection: Connection, token: str) -> Token:
-        """Revokes a token. Its record is kept.
+        """Revokes a token, with the sessions that were opened with it. Its record is kept.
 
         Args:
             token: its id, the beginning of its id, or its text.
@@ -233,7 +210,7 @@ class People(Part):
             UsageError: several do.
         """
         begins = _id_of(token) or token.removeprefix(PREFIX)
-        rows = connection.execute(select(tokens).with_for_update()).all()
+        rows = connection.execute(select(tokens).where(~_IS_SESSION).with_for_update()).all()
         matching = [row for row in rows if begins and row.id.startswith(begins)]
         if not matching:
             raise NotFound(unknown("token", begins, [row.id for row in rows if row.revoked is None]))
@@ -241,35 +218,18 @@ class People(Part):
             raise UsageError(f"several tokens begin with '{begins}': {', '.join(row.id for row in matching)}")
         (row,) = matching
         revoked = self.clock() if row.revoked is None else row.revoked
-        connection.execute(update(tokens).where(tokens.c.id == row.id).values(revoked=revoked))
+        with_sessions = or_(tokens.c.id == row.id, tokens.c.opened_with == row.id)
+        connection.execute(update(tokens).where(with_sessions).values(revoked=revoked))
         return replace(_record(row), revoked=revoked)
 
-    @writes
-    def audit(self, connection: Connection, user: str, action: str, subject: str = "", detail: Any = None) -> None:
-        """Records an action of a user."""
-        values = {"user": user[:200], "action": action[:80], "subject": subject[:200], "detail": detail or {}}
-        connection.execute(insert(audit).values(time=self.clock(), **values))
 
-    @reads
-    def audited(self, connection: Connection, limit: int = 1000, *, user: str | None = None) -> list[AuditEntry]:
-        """Returns the latest entries of the audit log, in order, of all users or of the user of that name."""
-        query = select(audit).order_by(audit.c.id.desc()).limit(limit)
-        if user is not None:
-            query = query.where(audit.c.user == user)
-        return [AuditEntry(**row._mapping) for row in connection.execute(query)][::-1]
+def _rights_row(rights: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a user's columns.
 
-
-_CHANGES: dict[str, Callable[[Any], Any]] = {
-    "role": lambda value: _role(value),
-    "device_hours": lambda value: _positive("device_hours", value),
-    "searches": lambda value: _limit("searches", value),
-    "devices": lambda value: _limit("devices", value),
-    "weight": lambda value: _positive("weight", value) or 1.0,
-    "team": lambda value: as_text("team", value),
-    "priority": lambda value: as_count("priority", value, most=MOST_PRIORITY),
-    "disabled": bool,
-}
-"""The fields of a user that can be changed, with the function that checks a value."""
+    Raises:
+        UsageError: a right is invalid.
+    """
+    return {**asdict(Rights(**rights)), "role": str(rights["role"])}
 
 
 def _user(row: Row[Any] | None) -> User:
@@ -281,22 +241,20 @@ def _record(row: Row[Any]) -> Token:
     return Token(**{field.name: getattr(row, field.name) for field in fields(Token)})
 
 
-def _role(role: Role | str) -> str:
-    if role not in {str(name) for name in Role}:
-        raise UsageError(unknown("role", role, Role))
-    return str(role)
+def _text(field: str, value: str) -> str:
+    """Returns a text that every database can store.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if len(value) > LONGEST_NAME or not value.isprintable():
+        raise UsageError(f"{field} must have at most {LONGEST_NAME} printable characters, but got {value!r:.80}")
+    return value
 
 
-def _limit(field: str, value: int | None) -> int | None:
-    return None if value is None else as_count(field, value, least=1)
-
-
-def _positive(field: str, value: float | None) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{field} must be a number above 0, but got {value!r:.80}")
-    return float(value)
+def _new_text() -> str:
+    """Returns the text of a new token: its id and a secret."""
+    return f"{PREFIX}{secrets.token_hex(4)}_{secrets.token_urlsafe(32)}"
 
 
 def _digest(text: str) -> str:

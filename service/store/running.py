@@ -34,7 +34,7 @@ class Running(Part):
     @reads
     def contenders(self, connection: Connection) -> list[Contender]:
         """Returns the searches that are queued or have devices, in no particular order."""
-        columns = ("user", "priority", "device", "kind", "devices", "concurrency", "held", "queued", "state", "uses")
+        columns = ("user", "priority", "device", "kind", "devices", "concurrency", "queued", "state", "uses")
         more = ("began", "used_s", "read", "pid", "pid_started")
         query = select(searches.c.id.label("search"), *(searches.c[name] for name in (*columns, *more)))
         waits = searches.c.state.in_([SearchState.QUEUED, SearchState.RUNNING])
@@ -50,7 +50,7 @@ class Running(Part):
     def give_devices(self, connection: Connection, search: str, kind: str, uses: int) -> bool:
         """Gives a queued search devices. Returns False if it does not wait any more."""
         row = locked(connection, searches, search)
-        if row is None or row.state != SearchState.QUEUED or row.held or row.uses:
+        if row is None or row.state != SearchState.QUEUED or row.uses:
             return False
         now = self.clock()
         values = {"state": SearchState.RUNNING, "reason": "", "kind": kind, "uses": uses, "began": now, "pid": None}

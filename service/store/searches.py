@@ -1,16 +1,18 @@
 """Searches: submitted and changed by users, listed, ended."""
 
-from collections.abc import Iterable
+import secrets
+import shutil
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, or_, select, update
 
-from ...base.errors import KeyTaken, NotFound, Refused, UsageError, unknown
-from ..records import MOST_PRIORITY, VISIBILITIES, Role, Search, SearchState, User
+from ...base.errors import KeyTaken, NotFound, Refused, UsageError
+from ..records import Search, SearchState, User
 from ..tables import events, searches, users
-from .part import Part, add_event, as_count, as_text, locked, new_id, one, reads, writes
+from .part import Part, add_event, locked, one, reads, writes
 
-SAME = ("request", "devices", "device", "visibility")
+SAME = ("request", "devices", "device")
 """Fields that must agree between two submissions with the same key."""
 _INTERNAL = ("concurrency", "began", "pid", "pid_started", "read")
 """Columns that are not part of a `Search`."""
@@ -29,7 +31,6 @@ class Searches(Part):
         priority: int = 0,
         name: str = "",
         key: str | None = None,
-        visibility: str = "all",
         most_queued: int | None = None,
     ) -> tuple[Search, bool]:
         """Stores a search, which joins the queue.
@@ -42,7 +43,6 @@ class Searches(Part):
             priority: the higher goes first.
             name: given by the owner.
             key: idempotency key, unique per user.
-            visibility: one of `VISIBILITIES`.
             most_queued: limit of queued searches of this user; None for no limit.
 
         Returns:
@@ -50,22 +50,20 @@ class Searches(Part):
 
         Raises:
             KeyTaken: the key belongs to another request.
-            UsageError: a value is invalid.
             NotFound: the user does not exist.
             Refused: the user has reached `most_queued`.
         """
-        search_id = new_id()
+        search_id = secrets.token_hex(6)
         values = {
             "id": search_id,
             "user": user.id if isinstance(user, User) else user,
-            "key": search_id if key is None else as_text("key", key, empty=False),
-            "name": as_text("name", name),
+            "key": search_id if key is None else key,
+            "name": name,
             "request": request,
-            "priority": as_count("priority", priority, least=-MOST_PRIORITY, most=MOST_PRIORITY),
-            "devices": as_count("devices", devices, least=1),
+            "priority": priority,
+            "devices": devices,
             "concurrency": request.get("concurrency"),
-            "device": as_text("device", device),
-            "visibility": _visibility(visibility),
+            "device": device,
         }
         return self._submit(values, most_queued)
 
@@ -95,7 +93,6 @@ class Searches(Part):
             "used_s": 0.0,
             "read": 0,
             "trials": 0,
-            "held": False,
         }
         connection.execute(insert(searches).values(**values, **initial))
         add_event(connection, now, values["id"], "search", {"state": SearchState.QUEUED, "reason": ""})
@@ -119,8 +116,6 @@ class Searches(Part):
         state: SearchState | str | None = None,
         after: str | None = None,
         limit: int = 100,
-        seen_by: User | None = None,
-        known_to: int | None = None,
     ) -> list[Search]:
         """Returns searches, the newest first.
 
@@ -129,8 +124,6 @@ class Searches(Part):
             state: only those in this state; None for any.
             after: only those listed after this search.
             limit: maximum number.
-            seen_by: only those visible to this user; None for all.
-            known_to: only those that the searches of this user may learn from: theirs, and those visible to all.
 
         Raises:
             NotFound: the search `after` does not exist.
@@ -138,10 +131,6 @@ class Searches(Part):
         query = _search_rows().order_by(searches.c.created.desc(), searches.c.id.desc()).limit(limit)
         if user is not None:
             query = query.where(searches.c.user == user)
-        if seen_by is not None and seen_by.role != Role.ADMIN:
-            query = query.where(_shown_to(seen_by))
-        if known_to is not None:
-            query = query.where(or_(searches.c.user == known_to, searches.c.visibility == "all"))
         if state is not None:
             query = query.where(searches.c.state == str(state))
         if after is not None:
@@ -150,24 +139,6 @@ class Searches(Part):
             # The first condition is redundant, but an index serves it.
             query = query.where(searches.c.created <= last.created, or_(searches.c.created < last.created, earlier))
         return [_search(row) for row in connection.execute(query)]
-
-    @reads
-    def sees(self, connection: Connection, user: User, search: str) -> bool:
-        """True if a search is visible to a user."""
-        if user.role == Role.ADMIN:
-            return True
-        query = select(searches.c.id).join(users, users.c.id == searches.c.user)
-        return one(connection, query.where(searches.c.id == search, _shown_to(user))) is not None
-
-    @reads
-    def hidden_from(self, connection: Connection, user: User, search_ids: Iterable[str]) -> set[str]:
-        """Returns those of these searches that are not visible to a user. Deleted ones are visible to admins only."""
-        if user.role == Role.ADMIN:
-            return set()
-        ids = set(search_ids)
-        query = select(searches.c.id).join(users, users.c.id == searches.c.user)
-        query = query.where(searches.c.id.in_(ids), _shown_to(user))
-        return ids - set(connection.execute(query).scalars())
 
     @writes
     def cancel(self, connection: Connection, search: str) -> Search:
@@ -182,40 +153,15 @@ class Searches(Part):
         return get_search(connection, search)
 
     @writes
-    def hold(self, connection: Connection, search: str, held: bool = True) -> Search:
-        """Holds or releases a search. While it is held, its trials in progress end and nothing else starts.
+    def set_priority(self, connection: Connection, search: str, priority: int) -> Search:
+        """Changes a search's priority.
 
         Raises:
             NotFound: the search does not exist.
-            UsageError: it has ended.
-        """
-        row = locked_search(connection, search)
-        if SearchState(row.state).ended:
-            raise UsageError(f"the search {search} is {row.state}, so it can be neither held nor released")
-        if row.held != held:
-            connection.execute(update(searches).where(searches.c.id == search).values(held=held))
-            add_event(connection, self.clock(), search, "held" if held else "released", {})
-        return get_search(connection, search)
-
-    @writes
-    def change_search(
-        self, connection: Connection, search: str, *, priority: int | None = None, visibility: str | None = None
-    ) -> Search:
-        """Changes a search's priority or visibility.
-
-        Raises:
-            NotFound: the search does not exist.
-            UsageError: a value is invalid.
         """
         locked_search(connection, search)
-        values: dict[str, Any] = {}
-        if priority is not None:
-            values["priority"] = as_count("priority", priority, least=-MOST_PRIORITY, most=MOST_PRIORITY)
-        if visibility is not None:
-            values["visibility"] = _visibility(visibility)
-        if values:
-            connection.execute(update(searches).where(searches.c.id == search).values(**values))
-            add_event(connection, self.clock(), search, "changed", values)
+        connection.execute(update(searches).where(searches.c.id == search).values(priority=priority))
+        add_event(connection, self.clock(), search, "changed", {"priority": priority})
         return get_search(connection, search)
 
     @writes
@@ -245,19 +191,25 @@ class Searches(Part):
         return get_search(connection, search)
 
     @writes
-    def delete_search(self, connection: Connection, search: str) -> None:
-        """Deletes a search that has ended, with its events.
+    def delete_search(self, connection: Connection, search: str, folder: Path) -> None:
+        """Deletes a search that has ended, with its events and its folder.
 
         Raises:
             NotFound: the search does not exist.
-            UsageError: it has not ended.
+            UsageError: it has not ended, or its process is still ending.
+            OSError: the folder cannot be deleted.
         """
         row = locked_search(connection, search)
-        check_ended(search, row.state)
+        if not SearchState(row.state).ended:
+            raise UsageError(f"the search {search} is {row.state}: cancel it before it is deleted")
+        if row.uses:
+            raise UsageError(f"the process of {search} has not ended yet; delete the search in a moment")
+        if folder.is_dir():
+            shutil.rmtree(folder)
         # `add_event` adds a newer event, so that event numbers keep increasing although the latest may be deleted here.
         connection.execute(delete(events).where(events.c.search == search))
         connection.execute(delete(searches).where(searches.c.id == search))
-        add_event(connection, self.clock(), None, "deleted", {"search": search} if row.visibility == "all" else {})
+        add_event(connection, self.clock(), None, "deleted", {"search": search})
 
     @reads
     def ended_before(self, connection: Connection, before: float, limit: int = 100) -> list[str]:
@@ -275,24 +227,6 @@ def end_search(
     add_event(connection, now, search, "search", {"state": state, "reason": reason})
 
 
-def check_ended(search: str, state: str) -> None:
-    """Checks that a search in this state may be deleted.
-
-    Raises:
-        UsageError: it has not ended.
-    """
-    if not SearchState(state).ended:
-        raise UsageError(f"the search {search} is {state}: cancel it before it is deleted")
-
-
-def _shown_to(user: User) -> Any:
-    """Returns the condition that a search is visible to a user. The query must join the search's owner."""
-    conditions = [searches.c.visibility == "all", searches.c.user == user.id]
-    if user.team:
-        conditions.append(and_(searches.c.visibility == "team", users.c.team == user.team))
-    return or_(*conditions)
-
-
 def _check_queued(connection: Connection, user: int, most: int | None) -> None:
     """Raises Refused if a user has as many searches queued as this server allows."""
     queued = (searches.c.user == user) & (searches.c.state == SearchState.QUEUED)
@@ -301,12 +235,6 @@ def _check_queued(connection: Connection, user: int, most: int | None) -> None:
         and connection.execute(select(func.count()).select_from(searches).where(queued)).scalar_one() >= most
     ):
         raise Refused(f"{most} searches are queued, which is this server's limit for a user; wait, or cancel some")
-
-
-def _visibility(value: str) -> str:
-    if value not in VISIBILITIES:
-        raise UsageError(unknown("visibility", value, VISIBILITIES))
-    return value
 
 
 def _search_rows() -> Select[Any]:

@@ -96,21 +96,14 @@ def actions(tab):
     return tab.locator(".actions button").all_inner_texts()
 
 
-def test_a_search_is_held_released_cancelled_retried_and_deleted_on_its_page(tab, service, expect):
+def test_a_search_is_cancelled_retried_and_deleted_on_its_page(tab, service, expect):
     store = service.store
     search = service.client().post("/v1/searches", json=SEARCH).json()["id"]
     log_in(tab, service)
     tab.goto(f"{service.address}/#/search/{search}")
     buttons = tab.locator(".actions")
-    expect(buttons.get_by_role("button", name="Hold")).to_be_visible()
-    assert actions(tab) == ["Cancel", "Hold"]
-    buttons.get_by_role("button", name="Hold").click()
-    expect(buttons.get_by_role("button", name="Release")).to_be_visible()
-    expect(tab.get_by_text("it is held until a user releases it")).to_be_visible()
-    assert store.search(search).held and actions(tab) == ["Cancel", "Release"]
-    buttons.get_by_role("button", name="Release").click()
-    expect(buttons.get_by_role("button", name="Hold")).to_be_visible()
-    assert not store.search(search).held
+    expect(buttons.get_by_role("button", name="Cancel")).to_be_visible()
+    assert actions(tab) == ["Cancel"]
     buttons.get_by_role("button", name="Cancel").click()
     expect(buttons.get_by_role("button", name="Retry")).to_be_visible()
     assert store.search(search).state == "cancelled" and actions(tab) == ["Retry", "Delete"]
@@ -141,13 +134,13 @@ def test_an_action_that_is_refused_says_why_and_others_searches_have_no_buttons(
     assert actions(tab) == []
     log_in(tab, service)
     tab.goto(f"{service.address}/#/search/{search}")
-    hold = tab.locator(f"[data-hold='{search}']")
-    expect(hold).to_be_visible()
+    cancel = tab.locator(f"[data-cancel='{search}']")
+    expect(cancel).to_be_visible()
     store.change_user("submitter", role="reader")
-    hold.click()
+    cancel.click()
     expect(tab.get_by_role("alert")).to_contain_text("reader")
-    expect(hold).to_be_enabled()
-    assert not store.search(search).held
+    expect(cancel).to_be_enabled()
+    assert store.search(search).state == "queued"
     store.change_user("submitter", role="submitter")
     store.cancel(search)
     tab.errors[:] = [each for each in tab.errors if "403" not in each]

@@ -5,7 +5,6 @@ import time
 import pytest
 from processes import until
 from redline.base.errors import ServiceError
-from redline.service.request import digest
 from served import SEARCH, served
 
 
@@ -63,13 +62,14 @@ def test_a_reader_looks_and_changes_nothing(service):
     assert service.store.search(search).state == "queued"
 
 
-def test_a_search_is_cancelled_by_its_owner_and_an_admin_only(service):
+def test_a_search_is_cancelled_by_its_owner_and_an_admin_only_and_that_is_logged(service, caplog):
+    caplog.set_level("INFO", "redline.audit")
     first, second = (service.client().post("/v1/searches", json=SEARCH).json()["id"] for _ in range(2))
     error(service.client("other").post(f"/v1/searches/{first}/cancel"), 403, "not_yours")
     assert service.client().post(f"/v1/searches/{first}/cancel").json()["state"] == "cancelled"
     assert service.client("admin").post(f"/v1/searches/{second}/cancel").json()["state"] == "cancelled"
-    done = [(each.user, each.action, each.subject) for each in service.store.audited(limit=10_000)]
-    assert ("submitter", "cancel", first) in done and ("admin", "cancel", second) in done
+    assert {f"submitter cancels {first}", f"admin cancels {second}"} <= set(caplog.messages)
+    assert any(f"submitter submits {first}, 'gpt2-tiny'" in message for message in caplog.messages)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
@@ -85,17 +85,22 @@ def test_a_search_is_cancelled_by_its_owner_and_an_admin_only(service):
         ({"command": {"command": ["echo", "{x}"], "model": "/tmp/evil.py:workload"}}, "request.command.model", "unknown model"),
         ({"command": {"command": "echo {x}", "model": "evil.py:workload"}}, "request.command.model", "unknown model"),
         ({"model": {"model_type": "llama", "vision_config": {"backbone": "hf-hub:a/b"}}}, "request.model", "backbone"),
-        ({"target": "gpt2-tiny", "devices": 0}, "request.devices", "greater than or equal to 1"),
-        ({"target": "gpt2-tiny", "devices": "many"}, "request.devices", "valid integer"),
+        ({"target": "gpt2-tiny", "devices": 0}, "request.devices", "request.devices must be at least 1, but got 0"),
+        ({"target": "gpt2-tiny", "devices": "many"}, "request.devices", "must be a whole number, but got 'many'"),
         ({"target": "gpt2-tiny", "time": "soon"}, "request.time", "such as 90s"),
         ({"target": "gpt2-tiny", "memory_limit": "much"}, "request.memory_limit", "much"),
         ({"target": "gpt2-tiny", "sampler": "bays"}, "request.sampler", "did you mean 'bayes'"),
         ({"target": "gpt2-tiny", "hardware": "setup.cfg"}, "request.hardware", "unknown hardware"),
         ({"target": "gpt2-tiny", "hardware": "h1000"}, "request.hardware", "unknown hardware"),
         ({"target": "gpt2-tiny", "space": {"knobs": [{"name": 1}]}}, "request.space", "name"),
-        ({"target": "gpt2-tiny", "out": "/tmp/x"}, "request.out", "not permitted"),
-        ({"target": "gpt2-tiny", "storage": "sqlite:///x"}, "request.storage", "not permitted"),
-        ({"target": "gpt2-tiny", "runner": "local"}, "request.runner", "not permitted"),
+        ({"target": "gpt2-tiny", "allow": ["all"]}, "request.allow.0", "must be 'lossy', but got 'all'"),
+        ({"command": {"command": 3}}, "request.command.command", "must be a text or a list, but got 3"),
+        ({"target": 3}, "request.target", "request.target must be a text, but got 3"),
+        ({"target": "x" * 300}, "", "request.target must have at most 200 characters"),
+        ({"workload": {"text": "a = 1"}}, "request.workload.name", "request.workload.name is missing"),
+        ({"target": "gpt2-tiny", "out": "/tmp/x"}, "request.out", "is not a field of this request"),
+        ({"target": "gpt2-tiny", "storage": "sqlite:///x"}, "request.storage", "is not a field of this request"),
+        ({"target": "gpt2-tiny", "runner": "local"}, "request.runner", "is not a field of this request"),
         ({}, "request", "give one of target, model, workload, command, but got none"),
         ({"target": "gpt2-tiny", "model": {"model_type": "gpt2"}}, "request", "but got target, model"),
         ({"target": "gpt2-tiny", "fix": {"a": "b\0c"}}, "", "NUL"),
@@ -104,11 +109,11 @@ def test_a_search_is_cancelled_by_its_owner_and_an_admin_only(service):
 )  # fmt: skip
 def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monkeypatch, request_, field, message):
     detail = error(submitter.post("/v1/searches", json={"request": request_}), 422, "invalid")
-    assert message in detail["message"]
+    assert message in detail["message"] and "nput should" not in detail["message"]
     assert (detail["field"] or "").startswith(field)
     name = field.partition(".")[2]
     for part in name.split(".") if name else ():
-        request_ = request_[part]
+        request_ = request_[int(part)] if isinstance(request_, list) else request_.get(part, request_)
     if name:
         assert detail["given"] == request_
 
@@ -174,8 +179,7 @@ def test_damaged_files_of_a_search_are_an_error_of_the_server(service, submitter
 
 
 def test_code_runs_only_for_whom_the_server_allows(service, tmp_path):
-    text = "import redline\nworkload = None\n"
-    code = {"request": {"workload": {"text": text, "sha256": digest(text), "name": "workload"}}}
+    code = {"request": {"workload": {"text": "import redline\nworkload = None\n", "name": "workload"}}}
     command = {
         "request": {"command": {"command": "python train.py {micro_batch}"}, "override": {"micro_batch": [1, 2]}}
     }
@@ -185,19 +189,13 @@ def test_code_runs_only_for_whom_the_server_allows(service, tmp_path):
     with served(tmp_path, allow_code=False) as closed, closed.client("coder") as client:
         error(client.post("/v1/searches", json=code), 403, "refused")
         # They were submitted before the server was restarted with --no-code.
-        for action in ("release", "retry"):
-            search = closed.store.submit(closed.store.user("coder"), command["request"], devices=1)[0].id
-            before = closed.store.cancel(search) if action == "retry" else closed.store.hold(search)
-            error(client.post(f"/v1/searches/{search}/{action}"), 403, "refused")
-            assert closed.store.search(search) == before
+        search = closed.store.submit(closed.store.user("coder"), command["request"], devices=1)[0].id
+        before = closed.store.cancel(search)
+        error(client.post(f"/v1/searches/{search}/retry"), 403, "refused")
+        assert closed.store.search(search) == before
 
 
-def test_code_that_is_not_what_its_digest_says_is_refused(service):
-    code = {"request": {"workload": {"text": "a = 1", "sha256": digest("a = 2"), "name": "a"}}}
-    assert "sha256" in error(service.client("coder").post("/v1/searches", json=code), 422, "invalid")["message"]
-
-
-# -- keys, lists, rates --------------------------------------------------------------------------------------
+# -- keys, lists, queue --------------------------------------------------------------------------------------
 
 
 def test_the_same_key_is_the_same_search(submitter, service):
@@ -205,7 +203,7 @@ def test_the_same_key_is_the_same_search(submitter, service):
     first = submitter.post("/v1/searches", json=SEARCH, headers=headers)
     again = submitter.post("/v1/searches", json=SEARCH, headers=headers)
     assert (first.status_code, again.status_code) == (201, 200)
-    assert first.json()["id"] == again.json()["id"] and not again.json()["created_now"]
+    assert first.json()["id"] == again.json()["id"]
     other = {"request": {"target": "gpt2-tiny", "trials": 4}}
     assert (
         first.json()["id"]
@@ -227,15 +225,6 @@ def test_lists_continue_where_they_stopped(submitter):
         if (after := page["next"]) is None:
             break
     assert seen[:5] == made[::-1] and len(set(seen)) == len(seen)
-
-
-def test_too_many_requests_get_a_retry_after(tmp_path):
-    with served(tmp_path, rate=5) as slow, slow.client() as client:
-        answers = [client.get("/v1/me") for _ in range(40)]
-        assert answers[0].status_code == 200
-        detail = error(answers[-1], 429, "too_many")
-        assert "5 a second" in detail["rule"] and int(answers[-1].headers["retry-after"]) >= 1
-        assert slow.client("reader").get("/v1/me").status_code == 200
 
 
 def test_a_priority_above_the_default_is_a_right(service):

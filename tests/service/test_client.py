@@ -1,6 +1,9 @@
 """`rl.Client` and the commands: Python and the terminal show the state that the server has."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +16,7 @@ from redline.cli.main import redline as command_line
 from redline.models.server_model import ServerModel
 from redline.service.client import ServerUnreachable
 from redline.service.records import SearchState
-from redline.service.request import arguments, digest, travelling
+from redline.service.request import arguments, travelling
 from served import SPACE, served
 
 
@@ -91,11 +94,11 @@ def test_errors_are_redline_s_own(service, client):
 
 def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
     """Following a search and waiting for it retry after other calls of the same client have given up."""
-    seen, found, ended = [], [], []
+    seen, found, ended, said = [], [], [], []
     with served(tmp_path) as first:
         port, tokens = int(first.address.rpartition(":")[2]), first.tokens
         short_patience = rl.Client(first.address, token=tokens["submitter"], patience_s=0.3)
-        patient = rl.Client(first.address, token=tokens["submitter"], patience_s=60)
+        patient = rl.Client(first.address, token=tokens["submitter"], patience_s=60, say=said.append)
         run = short_patience.submit("gpt2-tiny")
         received = threading.Event()
 
@@ -124,6 +127,9 @@ def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
         following.join(timeout=60)
         waiting.join(timeout=60)
     assert found == ["queued"] and ended == ["cancelled"]
+    waits, back = said
+    assert waits.startswith(f"the server {first.address} does not answer: ") and waits.endswith("; waiting for it")
+    assert back == f"the server {first.address} answers again"
     assert [each.data.get("message") or each.data["state"] for each in seen] == ["queued", "after", "cancelled"]
     assert len({each.id for each in seen}) == 3
 
@@ -134,7 +140,7 @@ def test_local_files_are_sent_by_their_contents(tmp_path):
     (tmp_path / "space.yaml").write_text("knobs:\n- {name: micro_batch, type: choice, values: [1, 2]}\n")
     code = travelling({"target": f"{tmp_path}/train.py:workload", "trials": 2, "out": None, "allow": ()})
     assert code == {
-        "workload": {"text": "workload = 1\n", "sha256": digest("workload = 1\n"), "name": "workload"},
+        "workload": {"text": "workload = 1\n", "name": "workload"},
         "trials": 2,
     }
     model = travelling({"target": str(tmp_path / "config.json"), "space": str(tmp_path / "space.yaml")})
@@ -148,8 +154,6 @@ def test_local_files_are_sent_by_their_contents(tmp_path):
     assert json.loads((there / "model" / "config.json").read_text()) == model["model"]
     assert found["target"] == ServerModel.of(model["model"], there / "model" / "config.json")
     assert len(found["space"]) == 2
-    with pytest.raises(UsageError, match="does not match its sha256"):
-        arguments({"workload": {**code["workload"], "text": "workload = 2\n"}}, there)
     with pytest.raises(UsageError, match="opens no files"):
         arguments({"target": str(tmp_path)}, there)
 
@@ -175,7 +179,10 @@ def test_commands_submit_show_and_cancel(service, tmp_path):
     queue = ran(service, "queue", role="reader")
     assert search in queue and "theirs" in queue and "does not reach its Ray cluster" in queue
     assert json.loads(ran(service, "queue", "--json"))["searches"][0]["id"] == search
-    assert ran(service, "results", search, code=3).startswith(search)
+    printed = ran(service, "results", search, code=3)
+    assert printed.startswith(search) and "no result yet: " in printed
+    assert "no result yet: " in ran(service, "results", search, "--to", "yaml", code=3)
+    assert ran(service, "results", search, "--trial", "0", code=3) == "the trial 0 has no output yet\n"
     assert json.loads(ran(service, "results", search, "--json", code=3))["id"] == search
     table = tmp_path / "trials.csv"
     assert ran(service, "results", search, "--csv", str(table), code=3) == f"wrote {table}\n" and table.exists()
@@ -184,12 +191,44 @@ def test_commands_submit_show_and_cancel(service, tmp_path):
     printed = ran(service, "results", search, "--trial", "0")
     assert "what it printed" in printed and "\x1b" not in printed
     assert "winner   trial" in ran(service, "results", search)
+    winner, other = (ran(service, "results", search, *more, "--to", "yaml") for more in ((), ("--trial", "0")))
+    assert winner == service.rl().search(search).export("yaml") and winner != other
+    assert other == service.rl().search(search).export("yaml", trial=0)
     found = json.loads(ran(service, "results", search, "--json"))
     assert found["id"] == search and found["best"]["config"]
     other = ran(service, "submit", "gpt2-tiny").split()[0]
     assert ran(service, "queue", "--cancel", other).split() == [other, "cancelled"]
     with pytest.raises(Refused):
         ran(service, "submit", "gpt2-tiny", role="reader")
+
+
+def test_the_queue_fits_a_terminal_of_100_columns_and_shows_whole_reasons(service):
+    with service.rl() as client:
+        run = client.submit("gpt2-tiny", priority=-100, name="n" * 100)
+        service.store.give_devices(run.id, "H100", 1)
+        reason = "its process ended 8 times in a row; " + "for a long reason " * 9
+        service.store.take_devices(run.id, SearchState.FAILED, reason)
+    lines = ran(service, "queue", "--all").splitlines()
+    row = next(number for number, line in enumerate(lines) if line.startswith(run.id))
+    assert "n" * 21 + "..." in lines[row] and lines[row + 1] == f"    {reason}".rstrip()
+    assert max(len(line) for line in lines if not line.startswith(" ")) <= 100
+
+
+def test_following_says_that_it_waits_for_the_server_and_when_it_is_back(tmp_path):
+    with served(tmp_path) as first:
+        tokens, port = first.tokens, int(first.address.rpartition(":")[2])
+        search = first.client().post("/v1/searches", json={"request": {"target": "gpt2-tiny"}}).json()["id"]
+        command = [sys.executable, "-m", "redline.cli", "results", search, "-f", "--server", first.address]
+        environment = {**os.environ, "REDLINE_TOKEN": tokens["submitter"], "PYTHONUNBUFFERED": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        following = subprocess.Popen(command, env=environment, **pipes)
+        assert "queued" in following.stdout.readline()
+    assert following.stderr.readline().endswith("; waiting for it\n")
+    with served(tmp_path, port=port, tokens=tokens) as again:
+        assert following.stderr.readline() == f"note: the server {again.address} answers again\n"
+        again.store.cancel(search)
+        out, err = following.communicate(timeout=60)
+    assert following.returncode == 3 and err == "" and "cancelled" in out
 
 
 def test_a_submission_waits_for_what_is_found(service):

@@ -22,7 +22,7 @@ def at_once(url, *tasks):
     go = threading.Barrier(len(tasks))
 
     def run(task):
-        with Store.open(url, create=False, patience_s=60) as store:
+        with Store.open(url, patience_s=60) as store:
             go.wait()
             return task(store)
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -67,15 +66,6 @@ def test_a_database_of_a_later_version_is_refused_and_left_alone(empty_url):
         Store.open(empty_url)
 
 
-def test_without_leave_to_make_tables_none_are_made(empty_url):
-    with pytest.raises(StorageUnavailable, match="has no tables of redline; start `redline serve` on it first"):
-        Store.open(empty_url, create=False)
-    if empty_url.startswith("postgresql"):
-        return
-    path = Path(empty_url.removeprefix("sqlite:///"))
-    assert not path.exists() or path.stat().st_size == 0
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -90,14 +80,6 @@ def test_another_kind_of_database_is_refused(url, message):
     with pytest.raises(UsageError, match=message) as refused:
         Store.open(url)
     assert "secret" not in str(refused.value)
-
-
-def test_a_read_only_database_says_so(sqlite_url):
-    path = sqlite_url.removeprefix("sqlite:///")
-    with Store.open(f"sqlite:///file:{path}?mode=ro&uri=true", create=False) as store:
-        assert store.users() == []
-        with pytest.raises(StorageUnavailable, match="readonly"):
-            store.add_user("ann")
 
 
 def test_a_full_database_says_so_and_keeps_what_it_has(sqlite_url):
@@ -197,8 +179,7 @@ def test_one_server_has_a_database_until_it_ends(url):
     with pytest.raises(StudyError, match=r"is in use by .*process \d+ on "):
         DatabaseLock(url, lost=lambda: None)
     first.close()
-    with DatabaseLock(url, lost=lambda: None):
-        pass
+    DatabaseLock(url, lost=lambda: None).close()
 
 
 def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresql_url, monkeypatch):
@@ -211,7 +192,7 @@ def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresq
         assert database.read(lambda connection: connection.execute(text(query)).scalar())
 
     database = Database(postgresql_url)
-    with contextlib.closing(database), DatabaseLock(postgresql_url, lost=lost.set) as first:
+    with contextlib.closing(database), contextlib.closing(DatabaseLock(postgresql_url, lost=lost.set)) as first:
         cut(database)
         time.sleep(0.5)
         assert not lost.is_set()
@@ -220,7 +201,7 @@ def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresq
         first._over.set()
         first._thread.join()
         cut(database)
-        with DatabaseLock(postgresql_url, lost=lambda: None):
+        with contextlib.closing(DatabaseLock(postgresql_url, lost=lambda: None)):
             first._over.clear()
             first._watch()  # as if it looked only now
             assert lost.is_set()

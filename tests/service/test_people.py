@@ -71,14 +71,14 @@ def test_a_token_is_revoked_by_its_text_and_by_nothing_ambiguous(store, ann):
     ("given", "message"),
     [
         ({"name": ""}, "a user's name must not be empty"),
-        ({"name": "a" * 201}, "a user's name must have at most 200 characters, but got 201"),
-        ({"name": "a\0"}, "must not contain a NUL or half a surrogate pair"),
+        ({"name": "a" * 201}, "a user's name must have at most 200 printable characters, but got 'aaa"),
+        ({"name": "a\0"}, "at most 200 printable characters"),
         ({"name": "x", "role": "boss"}, "unknown role 'boss'.*Known: admin, code, reader, submitter"),
-        ({"name": "x", "device_hours": -1}, "device_hours must be a number above 0, but got -1"),
-        ({"name": "x", "device_hours": float("nan")}, "device_hours must be a number above 0"),
-        ({"name": "x", "searches": 0}, "searches must be a whole number from 1 to 2147483647, but got 0"),
+        ({"name": "x", "device_hours": -1}, "device_hours must be above 0, but got -1"),
+        ({"name": "x", "device_hours": float("nan")}, "device_hours must be above 0"),
+        ({"name": "x", "searches": 0}, "searches must be a whole number of at least 1, but got 0"),
         ({"name": "x", "devices": 1.5}, "devices must be a whole number"),
-        ({"name": "x", "weight": 0}, "weight must be a number above 0, but got 0"),
+        ({"name": "x", "weight": 0}, "weight must be above 0, but got 0"),
     ],
 )
 def test_a_user_that_cannot_be_is_refused(sqlite, given, message):
@@ -96,16 +96,7 @@ def test_names_are_taken_once(store, ann):
         store.new_token(99)
 
 
-def test_the_audit_log_is_in_order(store, clock):
-    store.audit("ann", "cancel", "0123", {"from": "::1"})
-    store.audit("", "login", "x" * 500)
-    first, second = store.audited()
-    assert (first.user, first.action, first.subject, first.detail) == ("ann", "cancel", "0123", {"from": "::1"})
-    assert (len(second.subject), second.time) == (200, clock.now)
-    assert store.audited(1) == [second]
-
-
 def test_users_are_visible_to_other_processes(url, store, ann):
     token = store.new_token(ann)
-    with Store.open(url, create=False) as other:
+    with Store.open(url) as other:
         assert other.user_of(token) == ann

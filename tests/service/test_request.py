@@ -7,7 +7,7 @@ from redline.base.device import Device
 from redline.base.errors import UsageError, WorkloadError
 from redline.models.architecture import Architecture
 from redline.models.server_model import ServerModel
-from redline.service.request import arguments, digest
+from redline.service.request import arguments
 from redline.tuner.request.options import Request
 from redline.tuner.request.target import resolve_task
 
@@ -81,14 +81,6 @@ def test_hardware_names_are_never_files(evil):
     (evil / "mine").write_text("name: mine\n")
     with pytest.raises(UsageError, match="unknown hardware 'mine'"):
         arguments({"target": "gpt2-tiny", "hardware": "mine"}, evil)
-
-
-def test_a_workload_s_file_is_not_run_where_no_code_is(evil):
-    text = (evil / "evil.py").read_text()
-    request = {"workload": {"text": text, "sha256": digest(text), "name": "workload"}}
-    with pytest.raises(UsageError, match="does not run submitted code"):
-        resolved(request, evil, code=False)
-    assert not (evil / "ran").exists()
 
 
 def test_a_space_has_the_attention_that_fix_takes_and_no_kernel_of_the_hub_s(evil):

@@ -16,7 +16,7 @@ NOW = 1e6
 
 def queued(name, user=1, **fields):
     defaults = {
-        "priority": 0, "device": "", "kind": "", "devices": 1, "concurrency": 1, "held": False, "queued": NOW - 100.0,
+        "priority": 0, "device": "", "kind": "", "devices": 1, "concurrency": 1, "queued": NOW - 100.0,
         "state": SearchState.QUEUED, "uses": 0, "began": None, "used_s": 0.0, "process": None, "read": 0,
     }  # fmt: skip
     return Contender(search=name, user=user, **(defaults | fields))
@@ -83,7 +83,6 @@ def test_a_search_runs_on_the_kind_that_it_asks_for_and_stays_on_it():
         (queued("a", device="b200"), [H100, A100], "no 'b200'; it has NVIDIA A100, NVIDIA H100"),
         (queued("a", kind="NVIDIA B200"), [H100], "no 'NVIDIA B200', on which it began"),
         (queued("a", devices=9), [H100], "needs 9 devices of one kind, and the cluster has at most 8"),
-        (queued("a", held=True), [H100], "is held"),
     ],
 )
 def test_a_search_that_cannot_run_says_why(contender, kinds, reason):
@@ -128,17 +127,12 @@ def test_the_limits_of_a_user_hold_their_searches_back_and_nobody_else_s(limits,
     decision = decided(contenders, [Share(user=1, **limits), Share(user=2)])
     assert started(decision) == ["another's"] and reason in decision.reasons["theirs"]
     assert (decision.pause.get("r") is not None) == ("device_hours" in limits), "used up hours pause what runs"
+    assert decided(contenders, [Share(user=1, **limits)], pausing=["r"]).pause == {}, "once"
 
 
 def test_a_limit_of_devices_limits_the_trials_at_once():
     decision = decided([queued("a", devices=2, concurrency=4)], [Share(user=1, devices=5)])
     assert decision.start[0].uses == 4
-
-
-def test_a_held_search_pauses_once():
-    contenders = [running("r", held=True)]
-    assert "is held" in decided(contenders).pause["r"]
-    assert decided(contenders, pausing=["r"]).pause == {}
 
 
 def test_a_search_whose_process_is_ending_still_has_its_devices():

@@ -17,7 +17,7 @@ from redline.service.searcher import EventFile, SearchTask, run
 def task(folder, **fields):
     defaults = {
         "search": "0123456789ab", "folder": str(folder), "request": {"target": "gpt2-tiny"}, "kind": "H100",
-        "concurrency": 1, "seconds": None, "address": "127.0.0.1:1", "memory_mib": 300.0, "workloads": True,
+        "concurrency": 1, "seconds": None, "address": "127.0.0.1:1", "memory_mib": 300.0,
     }  # fmt: skip
     return SearchTask(**(defaults | fields))
 

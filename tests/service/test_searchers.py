@@ -145,16 +145,19 @@ def test_a_failure_for_lack_of_devices_that_the_cluster_had_is_none(searchers, s
     assert store.search(search).state == "queued"
 
 
-def test_a_held_search_pauses_and_goes_on_with_the_time_that_is_left(searchers, store, submit, tmp_path):
+def test_a_search_of_a_user_without_device_hours_pauses_and_goes_on_with_the_time_that_is_left(
+    searchers, store, submit, ann, tmp_path
+):
     search = submit("runs", request={"time": 100})
     looked(searchers, lambda: store.search(search).reason == "predicting")
-    store.hold(search)
+    store.charge({search: 40.0})  # on four devices
+    store.change_user("ann", device_hours=0.01)
     looked(searchers, lambda: store.search(search).state is SearchState.QUEUED)
-    assert kinds(store, search)[-3:] == ["held", "pausing", "queued"]
+    assert kinds(store, search)[-2:] == ["pausing", "queued"]
     searchers.look()
-    assert store.contenders()[0].uses == 0 and "is held" in searchers.reasons[search]
-    store.hold(search, False)
-    store.charge({search: 40.0})
+    assert store.contenders()[0].uses == 0
+    assert searchers.reasons[search].startswith("its user has used 0.04")
+    store.change_user("ann", device_hours=None)
     looked(searchers, lambda: len(tasks(tmp_path, search)) == 2)
     assert [task["seconds"] for task in tasks(tmp_path, search)] == [100.0, 60.0]
 
@@ -296,18 +299,15 @@ def test_use_is_charged_while_a_server_runs(searchers, store, submit, monkeypatc
     assert store.search(search).used_s == used_s
 
 
-def test_a_search_learns_from_finished_ones_of_the_same_model_that_its_owner_may_see(
-    searchers, store, submit, ann, tmp_path
-):
-    searches = {name: submit("succeeds") for name in ("first", "private", "own")}
-    store.change_search(searches["private"], visibility="own")
+def test_a_search_learns_from_finished_ones_of_the_same_model(searchers, store, submit, tmp_path):
+    searches = [submit("succeeds") for _ in range(2)]
     submit("fails")
     looked(searchers, lambda: not store.contenders())
     bob = store.add_user("bob")
     other = store.submit(bob, {"target": "succeeds", "trials": 9}, devices=1)[0].id
     looked(searchers, lambda: not store.contenders())
     (task,) = tasks(tmp_path, other)
-    assert task["earlier"] == [str(folder_of(tmp_path, searches[name])) for name in ("own", "first")]
+    assert task["earlier"] == [str(folder_of(tmp_path, search)) for search in reversed(searches)]
 
 
 def test_a_cluster_that_is_being_joined_is_waited_for(searchers, store, submit, cluster):

@@ -4,11 +4,11 @@ import contextlib
 import io
 import json
 import logging
-import time
 
 import pytest
 from redline.base.device import Device
-from redline.service.api.app import JsonLines, PlainLines
+from redline.base.errors import NotFound
+from redline.service.api.app import PlainLines
 from redline.service.request import arguments
 from redline.tuner.request.options import Request
 from redline.tuner.request.record import asked_of, command_of
@@ -51,7 +51,7 @@ def test_values_of_an_environment_are_in_no_file_of_a_run(tmp_path):
     assert {name: each.text({"x": 2}) for name, each in task.command._environment}["HF_TOKEN"] == "hf_secret"
 
 
-def test_lists_carry_no_whole_requests(service):
+def test_lists_carry_no_requests(service):
     with service.client() as client:
         large = {"model_type": "gpt2", "n_layer": 1, "more": ["x" * 1000] * 500}
         made = client.post("/v1/searches", json={"request": {"model": large, "trials": 7}}).json()["id"]
@@ -60,7 +60,7 @@ def test_lists_carry_no_whole_requests(service):
             found = client.get(where)
             assert len(found.content) < 100_000
             one = next(each for each in found.json()["searches"] if each["id"] == made)
-            assert one["request"] == {"devices": 1, "trials": 7}
+            assert one["request"] is None
 
 
 # -- sessions ------------------------------------------------------------------------------------------------
@@ -82,9 +82,24 @@ def test_a_cookie_is_a_session_and_not_the_token(service):
             assert other.get("/v1/me").status_code == 401
         with service.client(None, cookies={next(iter(page.cookies)): service.tokens["submitter"]}) as other:
             assert other.get("/v1/me").status_code == 401
-        change = {"x-csrf-token": page.get("/session").json()["csrf"]}
-        assert page.post("/v1/searches", json=SEARCH).status_code == 403
-        assert page.post("/v1/searches", json=SEARCH, headers=change).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "same-origin"}, 201),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site", "origin": "null"}, 403),
+        ({"origin": "https://elsewhere.example.org"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+def test_a_change_that_a_page_of_another_site_sends_is_refused(service, headers, status):
+    with logged_in(service) as page:
+        assert page.post("/v1/searches", json=SEARCH, headers=headers).status_code == status
+        assert page.get("/v1/me", headers=headers).status_code == 200
+    with service.client() as api:  # it sends its token itself
+        assert api.post("/v1/searches", json=SEARCH, headers=headers).status_code == 201
 
 
 def test_a_session_ends_with_a_logout_whoever_has_its_cookie(service):
@@ -93,7 +108,6 @@ def test_a_session_ends_with_a_logout_whoever_has_its_cookie(service):
         page.post("/logout")
         with service.client(None, cookies=cookies) as other:
             assert other.get("/v1/me").status_code == 401
-            assert other.get("/session").status_code == 401
             assert other.get("/runs/api/runs").status_code == 401
     with service.client() as api:
         assert api.get("/v1/me").status_code == 200  # the token is still valid
@@ -103,14 +117,24 @@ def test_a_session_ends_with_its_time_and_with_its_token(service, sqlite, clock)
     ann = sqlite.add_user("ann")
     token = sqlite.new_token(ann)
     session = sqlite.new_session(token, 100.0)
-    assert sqlite.user_of_session(session) == ann and sqlite.user_of_session(token) is None
+    assert sqlite.user_of(session, session=True) == ann
+    assert sqlite.user_of(token, session=True) is None and sqlite.user_of(session) is None
     clock.now += 99.0
-    assert sqlite.user_of_session(session) == ann
+    assert sqlite.user_of(session, session=True) == ann
     clock.now += 2.0
-    assert sqlite.user_of_session(session) is None
+    assert sqlite.user_of(session, session=True) is None
     session = sqlite.new_session(token, 100.0)
+    assert len(sqlite.tokens()) == 1, "sessions are not listed, and cannot be revoked by themselves"
+    with pytest.raises(NotFound):
+        sqlite.revoke(session)
     sqlite.revoke(token)
-    assert sqlite.user_of_session(session) is None
+    assert sqlite.user_of(session, session=True) is None
+    with pytest.raises(NotFound):
+        sqlite.new_session(token, 100.0)
+    brief = sqlite.new_token(ann, expires=clock.now + 10)
+    session = sqlite.new_session(brief, 100.0)
+    clock.now += 10.0
+    assert sqlite.user_of(session, session=True) is None
 
 
 # -- input of strangers --------------------------------------------------------------------------------------
@@ -126,12 +150,12 @@ def test_half_a_surrogate_pair_is_refused_in_words(service, body):
         assert answer.status_code == 422 and answer.json()["error"]["message"]
 
 
-def test_a_login_with_too_many_fields_is_malformed_and_counts(service, monkeypatch):
+def test_a_login_with_too_many_fields_or_bytes_is_refused(service):
     with service.client(None) as client:
         answer = client.post("/login", data={f"f{number}": "x" for number in range(11)})
         assert (answer.status_code, answer.json()["error"]["rule"]) == (400, "at most 10 fields")
-        monkeypatch.setattr(service.parts.strangers, "_buckets", {"127.0.0.1": (-100.0, time.monotonic())})
-        assert client.post("/login", data={f"f{number}": "x" for number in range(11)}).status_code == 429
+        answer = client.post("/login", data={"token": "x" * 5000})
+        assert (answer.status_code, answer.json()["error"]["rule"]) == (413, "at most 4096 bytes")
 
 
 def test_redirects_do_not_use_the_host_header(service):
@@ -142,11 +166,10 @@ def test_redirects_do_not_use_the_host_header(service):
             assert answer.status_code in (307, 404)
 
 
-@pytest.mark.parametrize("kind", [PlainLines, JsonLines])
-def test_input_cannot_break_a_line_of_the_log(kind):
+def test_input_cannot_break_a_line_of_the_log():
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(kind())
+    handler.setFormatter(PlainLines())
     record = logging.LogRecord("redline", logging.WARNING, "", 1, "no %s", ("a\nb\x1b[31m\x9b\u2028\u202e",), None)
     handler.emit(record)
     text = stream.getvalue()

@@ -102,7 +102,7 @@ def test_answers_do_not_wait_to_be_acknowledged():
         ({"port": 70_000}, "port must be a whole number from 0 to 65535, but got 70000"),
         ({"searches": 0}, "searches must be a whole number of at least 1"),
         ({"search_memory": "much"}, "search memory must be an amount"),
-        ({"rate": 0.5}, "rate must be at least 1"),
+        ({"keep_searches": -1}, "keep_searches must be at least 0"),
     ],
 )
 def test_options_of_a_server_are_checked(option, message):

@@ -1,4 +1,4 @@
-"""`redline serve` with a Ray of its own: real searches, live output, holding and cancelling, limits of a process."""
+"""`redline serve` with a Ray of its own: real searches, live output, cancelling and retrying, limits of a process."""
 
 import re
 import signal
@@ -50,16 +50,14 @@ def test_a_search_is_submitted_waited_for_and_exported_by_commands(client):
 
 
 @pytest.mark.timeout(600)
-def test_a_search_is_held_between_trials_and_goes_on(client):
+def test_a_cancelled_search_is_retried_and_repeats_no_finished_trial(client):
     run = submitted(client, trials=4)
     until(lambda: any(event.kind == "started" for event in run.history()), WITHIN_S)
     assert b"begun" in until(lambda: run.log(0)), "output arrives while the trial runs"
-    run.hold()
-    until(lambda: run.state == "queued", WITHIN_S)
-    assert client.queue().devices[0].busy == 0
-    kinds = [event.kind for event in run.history()]
-    assert kinds.count("started") == kinds.count("finished"), "the trial in progress has ended"
-    run.release()
+    until(lambda: run.look().trials >= 1, WITHIN_S)
+    run.cancel()
+    until(lambda: client.queue().devices[0].busy == 0, 90)
+    run.retry()
     assert run.wait(timeout=WITHIN_S).state == "done"
     finished = [event.data["trial"] for event in run.history() if event.kind == "finished"]
     assert finished == [0, 1, 2, 3] == list(run.trials["trial"])

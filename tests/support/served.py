@@ -1,7 +1,6 @@
 """A service on a local port: the HTTP server is real, and tests play the cluster and the processes of searches."""
 
 import contextlib
-import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ import httpx
 import uvicorn
 from redline.service.api.app import make_app
 from redline.service.api.feed import Feed
-from redline.service.api.parts import Metrics, Parts, Rates
+from redline.service.api.parts import Metrics, Parts
 from redline.service.cluster import STARTING
 from redline.service.records import SearchState
 from redline.service.runs import Runs
@@ -61,7 +60,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    folder, *, url=None, rate=1e6, allow_code=True, queued=1000, port=0, tokens=None, patience_s=10.0, manages=True,
+    folder, *, url=None, allow_code=True, queued=1000, port=0, tokens=None, patience_s=10.0, manages=True,
     proxy="127.0.0.1", **uvicorn_options,
 ):  # fmt: skip
     """Runs a service over a folder and closes it in order. `manages` is False without the thread that manages searches."""
@@ -75,8 +74,7 @@ def served(
             stack.callback(searchers.close)
         parts = Parts(
             store=store, searchers=searchers, runs=Runs(folder), feed=Feed(store, every=0.02), metrics=Metrics(),
-            rates=Rates(rate, 4 * rate), failures=Rates(0.5, 20), strangers=Rates(20, 200), allow_code=allow_code,
-            most_queued=queued,
+            allow_code=allow_code, most_queued=queued,
         )  # fmt: skip
         config = uvicorn.Config(
             make_app(parts), port=port, timeout_graceful_shutdown=1, log_config=None, access_log=False, ws="none",
@@ -89,7 +87,6 @@ def served(
             assert thread.is_alive()
             time.sleep(0.01)
         bound_port = server.servers[0].sockets[0].getsockname()[1]
-        logging.getLogger("redline.http").setLevel(logging.WARNING)
         scheme = "https" if config.ssl_certfile else "http"
         yield Served(f"{scheme}://127.0.0.1:{bound_port}", store, parts, tokens or users(store), cluster)
         parts.feed.stop()

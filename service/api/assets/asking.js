@@ -1,4 +1,4 @@
-// Requests to the server. Reads need the session cookie only; changes also need the token against forged requests.
+// Requests to the server, with the session's cookie.
 
 const connection = document.getElementById("connection");
 let session = null;
@@ -20,7 +20,6 @@ class Unreachable extends Error {}
 
 async function ask(path, body, headers = {}, method = body === undefined ? "GET" : "POST") {
   const options = { credentials: "same-origin", headers: { ...headers }, method };
-  if (method !== "GET") options.headers[session.header] = session.csrf;
   if (body !== undefined) {
     options.headers["content-type"] = "application/json";
     options.body = JSON.stringify(body);
@@ -72,7 +71,7 @@ function complain(error) {
 // One stream for the whole page. A browser that loses it reconnects with the id of the last event it received.
 const happenings = [];
 const MOST_HAPPENINGS = 200;
-const KINDS = ["search", "pausing", "restarting", "stopped", "plan", "started", "finished", "remeasuring", "waiting", "said", "ended", "held", "released", "changed", "deleted"];
+const KINDS = ["search", "pausing", "restarting", "stopped", "plan", "started", "finished", "remeasuring", "waiting", "said", "ended", "changed", "deleted"];
 function listen() {
   const source = new EventSource("v1/events");
   source.addEventListener("open", () => { connected(true); listeners.forEach((each) => each()); });
@@ -107,14 +106,12 @@ function bestOf(best) {
 const isOpen = (search) => ["queued", "running"].includes(search.state);
 const ACTIONS = {
   cancel: { label: "Cancel", fits: isOpen },
-  hold: { label: "Hold", fits: (search) => isOpen(search) && !search.held },
-  release: { label: "Release", fits: (search) => isOpen(search) && search.held },
   retry: { label: "Retry", fits: (search) => ["failed", "cancelled"].includes(search.state) },
   delete: { label: "Delete", fits: (search) => !isOpen(search), method: "DELETE", asks: "Delete it for good?" },
 };
 
 function mayChange(search) {
-  return session.role === "admin" || (session.role !== "reader" && session.user === search.user);
+  return session.role === "admin" || (session.role !== "reader" && session.name === search.user);
 }
 
 // A button, or null if the action is not available. Actions with `asks` need a second click within five seconds.

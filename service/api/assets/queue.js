@@ -56,8 +56,6 @@ const WORDS = {
   waiting: (data) => data.what,
   said: (data) => data.message,
   ended: (data) => `ended: ${data.why}`,
-  held: () => "is held",
-  released: () => "is released",
   changed: (data) => `is changed: ${Object.entries(data).map(([name, value]) => `${name} ${value}`).join(", ")}`,
   deleted: (data) => `search ${data.search} was deleted`,
 };

@@ -20,8 +20,8 @@ function searchPage(page, id) {
       el("p", { class: "lead" }, `${search.id}, submitted by ${search.user} ${when(search.created)}, ${plural(search.devices, "device")} a trial${search.device ? ` of ${search.device}` : ""}, ${plural(search.trials, "trial")}`),
       el("p", { class: "row links" }, search.trials ? el("a", { href: runOf(search) }, "The run with its trials and figures") : null));
     // Redrawn only if the available actions change, so that a button keeps its focus and its question.
-    if (shown !== `${search.state} ${search.held}`) {
-      shown = `${search.state} ${search.held}`;
+    if (shown !== search.state) {
+      shown = search.state;
       clear(buttons).append(...Object.keys(ACTIONS).map((each) => actionButton(each, search, alert, each === "delete" ? () => { location.hash = "#/"; } : undefined)).filter(Boolean));
     }
     clear(best).append(...(search.best ? [el("h2", {}, search.state === "running" ? "Best so far" : "Best"), el("p", {}, bestOf(search.best)), el("dl", { class: "knobs" }, knobsOf(search.best.config))] : []));

@@ -18,10 +18,10 @@ function route() {
   else leave = queuePage(page);
 }
 
-ask("session").then((found) => {
+ask("v1/me").then((found) => {
   session = found;
   if (found.role === "reader") document.querySelector(".service-nav a[href='#/submit']").remove();
-  document.getElementById("who").textContent = `${found.user}, ${found.role}`;
+  document.getElementById("who").textContent = `${found.name}, ${found.role}`;
   addEventListener("hashchange", route);
   route();
   listen();
