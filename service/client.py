@@ -4,10 +4,10 @@ import json
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 from ..base.errors import (
@@ -40,7 +40,9 @@ FOLLOWING_S = 900.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _LOOK_S = 0.5
 _TIMEOUT_S = 30.0
-T = TypeVar("T")
+NO_REDLINE = (
+    "this is not the answer of a redline server of this version: give --server its address, and install its version"
+)
 _SERVICE = (KeyTaken, NotFound, Refused, StorageAhead, StorageUnavailable)
 _ERRORS: dict[str, type[Exception]] = {
     **{error.code: error for error in _SERVICE},
@@ -69,12 +71,7 @@ class Client:
     """
 
     def __init__(
-        self,
-        server: str,
-        *,
-        token: str,
-        patience_s: float = PATIENCE_S,
-        say: Callable[[str], None] = lambda sentence: None,
+        self, server: str, *, token: str, patience_s: float = PATIENCE_S, say: Callable[[str], None] = lambda text: None
     ) -> None:
         try:
             import httpx
@@ -130,7 +127,10 @@ class Client:
             "device": device,
         }
         headers = {"idempotency-key": key or uuid.uuid4().hex}
-        return SearchRun(self, self._json("POST", "/v1/searches", json=body, headers=headers)["id"])
+        from .api.models import SearchAnswer
+
+        answer = self._json("POST", "/v1/searches", json=body, headers=headers)
+        return SearchRun(self, _parsed(SearchAnswer, answer).id)
 
     def search(self, search: str) -> "SearchRun":
         """Returns the search of that id.
@@ -149,17 +149,18 @@ class Client:
         from .api.models import SearchesAnswer
 
         params = _without_none(state=state, mine=mine, after=after, limit=limit)
-        return SearchesAnswer.model_validate(self._json("GET", "/v1/searches", params=params)).searches
+        answer: SearchesAnswer = _parsed(SearchesAnswer, self._json("GET", "/v1/searches", params=params))
+        return answer.searches
 
     def queue(self) -> "QueueAnswer":
         """Returns the running and queued searches, with the reasons why they wait, and the devices."""
         from .api.models import QueueAnswer
 
-        return QueueAnswer.model_validate(self._json("GET", "/v1/queue"))
+        return _parsed(QueueAnswer, self._json("GET", "/v1/queue"))
 
     def me(self) -> User:
         """Returns the user that the token belongs to."""
-        return _record(User, self._json("GET", "/v1/me"))
+        return _parsed(User, self._json("GET", "/v1/me"))
 
     def events(self, search: str | None = None, after: int | None = None) -> Iterator[Event]:
         """Yields events as they happen. A broken stream is resumed where it broke.
@@ -181,7 +182,7 @@ class Client:
                         pause, patience = _FIRST_PAUSE_S, max(self._patience_s, FOLLOWING_S)
                         contact = time.monotonic()
                         if line.startswith("data: "):
-                            event = _record(Event, json.loads(line[6:]))
+                            event = _parsed(Event, json.loads(line[6:]))
                             after = event.id
                             yield event
                 if search is not None and self._is_over(search, after):
@@ -210,7 +211,11 @@ class Client:
         self.close()
 
     def _json(self, method: str, path: str, **options: Any) -> Any:
-        return self._send(method, path, **options).json()
+        answer = self._send(method, path, **options)
+        try:
+            return answer.json()
+        except ValueError:
+            raise ServiceError(f"{NO_REDLINE}; {self._server} answered {answer.text!r:.200}") from None
 
     def _send(self, method: str, path: str, **options: Any) -> Any:
         """Sends a request, repeated until the server answers or `patience_s` is over, and returns the answer.
@@ -274,10 +279,23 @@ class Client:
             self._say(f"the server {self._server} answers again")
 
 
-def _record(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Returns a record as the server sent it. Fields that a later server has added are left out."""
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in names})
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _parsed(kind: Any, answer: Any) -> Any:
+    """Returns an answer as this type. Fields that a later server has added are left out.
+
+    Raises:
+        ServiceError: it has another form.
+    """
+    try:
+        return _adapter(kind).validate_python(answer)
+    except ValueError:
+        raise ServiceError(f"{NO_REDLINE}; got {answer!r:.200}") from None
 
 
 def _without_none(**values: Any) -> dict[str, Any]:
@@ -319,7 +337,7 @@ class SearchRun:
         """Returns the search's current state."""
         from .api.models import SearchAnswer
 
-        return SearchAnswer.model_validate(self._client._json("GET", f"/v1/searches/{self.id}"))
+        return _parsed(SearchAnswer, self._client._json("GET", f"/v1/searches/{self.id}"))
 
     @property
     def state(self) -> str:
@@ -394,8 +412,8 @@ class SearchRun:
         """Yields its past events."""
         after, path = 0, "/v1/history"
         while page := self._client._json("GET", path, params={"search": self.id, "after": after, "limit": 1000}):
-            yield from (_record(Event, event) for event in page)
-            after = page[-1]["id"]
+            yield from (events := _parsed(list[Event], page))
+            after = events[-1].id
 
     @property
     def trials(self) -> "DataFrame":
@@ -441,6 +459,3 @@ class SearchRun:
     def delete(self) -> None:
         """Deletes the search and its folder. It must have ended."""
         self._client._send("DELETE", f"/v1/searches/{self.id}")
-
-    def __repr__(self) -> str:
-        return f"SearchRun({self.id!r})"

@@ -55,11 +55,8 @@ def may_change(user: User, search: Search) -> None:
         Problem: it belongs to another user, and they are not an admin.
     """
     if search.user != user.id and user.role != Role.ADMIN:
-        raise Problem(
-            403,
-            "not_yours",
-            f"the search {search.id} belongs to {search.owner}; only they and admins may change it",
-        )
+        message = f"the search {search.id} belongs to {search.owner}; only they and admins may change it"
+        raise Problem(403, "not_yours", message)
 
 
 @router.post("", status_code=201)

@@ -76,6 +76,8 @@ class Database:
         self.words = f"the database '{without_password(url)}'"
         """The database's name in messages."""
         self.sqlite = parsed.get_backend_name() == "sqlite"
+        self.file = Path(str(parsed.database))
+        """The file of SQLite."""
         self._patience_s = patience_s
         self._turn = threading.Lock()
         try:
@@ -118,15 +120,6 @@ class Database:
         """Closes the connections."""
         self._reader.dispose()
 
-    def begin_file(self) -> None:
-        """Creates the SQLite file if it does not exist, readable by this user only, as are the files that SQLite
-        makes beside it.
-        """
-        name = str(self._reader.url.database)
-        if not name.startswith("file:"):
-            with contextlib.suppress(OSError):  # SQLite reports the error when it opens the file
-                Path(name).touch(mode=0o600)
-
     def _run(self, engine: Engine, body: Callable[[Connection], T], waited_s: float = 0.0) -> T:
         give_up, pause, conflicts = time.monotonic() + self._patience_s - waited_s, 0.02, 0
         while True:
@@ -167,8 +160,9 @@ def _checked(url: str) -> URL:
     if kind == "sqlite":
         if not parsed.database or parsed.database == ":memory:":
             raise UsageError("a service's database must not be in memory; give sqlite:///FILE")
-        if not parsed.database.startswith("file:"):
-            parsed = parsed.set(database=str(Path(parsed.database).absolute()))
+        if parsed.database.startswith("file:"):
+            raise UsageError(f"the service cannot use the URI '{parsed.database}'; give sqlite:///FILE")
+        parsed = parsed.set(database=str(Path(parsed.database).absolute()))
     elif parsed.drivername == kind:
         parsed = parsed.set(drivername="postgresql+psycopg")
     return parsed
@@ -217,7 +211,8 @@ def write_ahead(database: Database) -> None:
     """
     if not database.sqlite:
         return
-    database.begin_file()
+    with contextlib.suppress(OSError):  # SQLite reports the error when it opens the file
+        database.file.touch(mode=0o600)  # the files that SQLite makes beside it get this mode too
 
     def switch(connection: Connection) -> None:
         connection.exec_driver_sql("COMMIT")  # a journal's mode changes outside of transactions
@@ -256,7 +251,7 @@ LOOK_S = 2.0
 """Interval between checks of the session, s."""
 _SERVER_LOCK = 0x7265646C696E67
 _HOLDER = text(
-    "SELECT a.application_name, a.client_addr::text FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
+    "SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
     "WHERE l.locktype = 'advisory' AND l.granted AND l.classid = :high AND l.objid = :low"
 )
 _log = logging.getLogger("redline.server")
@@ -283,7 +278,7 @@ class DatabaseLock:
         self._thread: threading.Thread | None = None
         try:
             if self._database.sqlite:
-                path = _path_of(url)
+                path = self._database.file
                 self._file = FolderLock(path.parent, f"{path.name}.server", instead=INSTEAD)
             else:
                 self._session = self._database.read(lambda connection: self._locked_session())
@@ -323,8 +318,7 @@ class DatabaseLock:
             if session.execute(text("SELECT pg_try_advisory_lock(:lock)"), {"lock": _SERVER_LOCK}).scalar():
                 return session
             parts = {"high": _SERVER_LOCK >> 32, "low": _SERVER_LOCK & 0xFFFFFFFF}
-            holder = session.execute(_HOLDER, parts).first()
-            owner = holder.application_name or holder.client_addr if holder is not None else "another server"
+            owner = session.execute(_HOLDER, parts).scalar() or "another server"
             raise StudyError(f"{self._database.words} is in use by {owner}; {INSTEAD}")
         except BaseException:
             session.invalidate()
@@ -348,12 +342,6 @@ class DatabaseLock:
                 _log.error("this server ends: %s", error)
                 self._lost()
                 return
-
-
-def _path_of(url: str) -> Path:
-    """Returns the path of SQLite's file."""
-    name = str(make_url(url).database)
-    return Path(name.removeprefix("file:").partition("?")[0]).absolute()
 
 
 SCRIPTS = Path(__file__).parents[1] / "migrations"

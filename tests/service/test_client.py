@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 
+import httpx
 import pytest
 import redline as rl
 from click.testing import CliRunner
-from redline.base.errors import KeyTaken, NotFound, Refused, UsageError
+from redline.base.errors import KeyTaken, NotFound, Refused, ServiceError, UsageError
 from redline.cli import submit
 from redline.cli.main import redline as command_line
 from redline.models.server_model import ServerModel
@@ -90,6 +91,16 @@ def test_errors_are_redline_s_own(service, client):
         rl.Client("127.0.0.1:8700", token="x")
     with pytest.raises(UsageError, match="REDLINE_TOKEN"):
         rl.Client("http://127.0.0.1:8700", token="")
+
+
+@pytest.mark.parametrize("body", ["<html>hello</html>", "[]", '{"error": 1}'])
+def test_a_server_that_is_not_redline_s_is_named_so(monkeypatch, body):
+    answer = httpx.Response(200, text=body)
+    with rl.Client("http://127.0.0.1:1", token="redline_x") as client:
+        monkeypatch.setattr(client._http, "request", lambda *arguments, **options: answer)
+        for call in (client.me, client.queue, client.searches, lambda: client.search("0123456789ab")):
+            with pytest.raises(ServiceError, match="not the answer of a redline server"):
+                call()
 
 
 def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):

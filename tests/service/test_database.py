@@ -72,6 +72,7 @@ def test_a_database_of_a_later_version_is_refused_and_left_alone(empty_url):
         ("redline.db", "the storage 'redline.db' is not a URL; give sqlite:///FILE or postgresql://"),
         ("sqlite://", "must not be in memory; give sqlite:///FILE"),
         ("sqlite:///:memory:", "must not be in memory"),
+        ("sqlite:///file:x.db?mode=ro&uri=true", "cannot use the URI 'file:x.db'"),
         ("mysql://ann:secret@h/d", "unknown database 'mysql'.*Known: postgresql, sqlite"),
         ("redis://h", "unknown database 'redis'|is not a URL"),
     ],
