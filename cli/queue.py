@@ -56,7 +56,7 @@ def queue(
         click.echo(json.dumps([search.model_dump() for search in searches] if everything else answer.model_dump()))
         return
     busy = [f"{device.busy} of {device.total} x {device.name} busy" for device in answer.devices]
-    click.echo(", ".join(busy) or "the server does not reach its Ray cluster")
+    click.echo("\n".join(busy) or "the server does not reach its Ray cluster")
     for line in _table(searches):
         click.echo(line)
     if everything and len(searches) == limit:

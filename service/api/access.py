@@ -148,8 +148,8 @@ class Guarded(APIRoute):
                 await run_sync(required.admitted, request)
             if form is not None:
                 _check_json(request)
-                if text := await body_of(request, LARGEST_BODY):
-                    request._json = await run_sync(_formed, form, text, limiter=_PARSING)
+                if body := await body_of(request, LARGEST_BODY):
+                    request._json = await run_sync(_formed, form, body, limiter=_PARSING)
             return await handle(request)
 
         return guarded

@@ -97,21 +97,23 @@ def problem_of(error: RedlineError) -> Problem:
 def _invalid(error: RequestValidationError) -> Problem:
     """Returns the answer for a field that breaks a rule, in our words instead of pydantic's."""
     errors = [(_field(problem, error.body), problem) for problem in error.errors()]
-    field, first = errors[0]
+    field, problem = errors[0]
     # The alternatives of a field each have an error.
     sentences = dict.fromkeys(_sentence(problem) for name, problem in errors if name == field)
     sentence = " or ".join(sentences).replace(" or must be ", " or ")
     sentence = f": {sentence.removeprefix(_OWN_RULE)}" if sentence.startswith(_OWN_RULE) else f" {sentence}"
-    subject = field or _WHOLE.get(str(first["loc"][0]), "it")
-    given = (
+    subject = field or _WHOLE.get(str(problem["loc"][0]), "it")
+    but_got = (
         ""
-        if first["type"] in ("missing", "value_error", "extra_forbidden")
-        else f", but got {short(first['input'])!r:.200}"
+        if problem["type"] in ("missing", "value_error", "extra_forbidden")
+        else f", but got {short(problem['input'])!r:.200}"
     )
     further = len({name for name, _ in errors} - {field})
-    more = f" ({further} more field{'s are' if further > 1 else ' is'} wrong)" if further else ""
-    rule = str(first["msg"]).removeprefix(_OWN_RULE)
-    return Problem(422, "invalid", f"{subject}{sentence}{given}{more}", field=field, given=first["input"], rule=rule)
+    others = f" ({further} more field{'s are' if further > 1 else ' is'} wrong)" if further else ""
+    rule = str(problem["msg"]).removeprefix(_OWN_RULE)
+    return Problem(
+        422, "invalid", f"{subject}{sentence}{but_got}{others}", field=field, given=problem["input"], rule=rule
+    )
 
 
 def _sentence(problem: dict[str, Any]) -> str:
