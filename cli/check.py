@@ -43,6 +43,7 @@ Examples:
     metavar="NAME",
     help=f"Trainer to read it as, if none is recognised, or whose facts are assumed: {', '.join(TRAINERS)}.  [default: its own]",
 )
+@click.option("--assume", metavar="FACT=V,...", help="Facts of the trainer's software, such as overlap_experts=true.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     trainer_input: str,
@@ -54,6 +55,7 @@ def check(
     fix: tuple[str, ...],
     memory_limit: str | None,
     framework: str | None,
+    assume: str | None,
     as_json: bool,
 ) -> int:
     """Predict memory and speed of a configuration of Megatron-LM, DeepSpeed, torchtitan, accelerate and others.
@@ -65,6 +67,7 @@ def check(
     from ..frameworks import read
     from ..frameworks.registry import FRAMEWORKS
     from ..tuner.budget import parse_memory
+    from .estimate import config_of
 
     result = checked(
         read(trainer_input, framework=framework if framework in FRAMEWORKS else None),
@@ -76,6 +79,7 @@ def check(
         knobs=fixes_of(fix),
         memory_limit_mib=parse_memory(memory_limit),
         framework=framework if framework in TRAINERS or framework not in FRAMEWORKS else None,
+        assume=config_of(assume) if assume else None,
     )
     click.echo(json.dumps(result.to_dict(), allow_nan=False) if as_json else render(result))
     return exit_codes.FOUND if result.fits else exit_codes.NOTHING_FEASIBLE

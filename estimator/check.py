@@ -25,7 +25,8 @@ from .decisive import Fact, deciding_facts, without
 from .document import finite
 from .estimate import Z80, Estimate, EstimateTable, joined
 from .estimator import Estimator
-from .facts.model_facts import FactsSource
+from .facts.model_facts import FactsSource, ModelFacts
+from .facts.partly_trained import PartlyTrained, low_rank_share
 from .facts.traced import TracedFacts
 from .fullest import FullestRank, fullest_rank
 from .hardware import Hardware, find_hardware
@@ -160,6 +161,7 @@ def check(
     knobs: Mapping[str, Any] | None = None,
     memory_limit_mib: float | None = None,
     framework: str | None = None,
+    assume: Mapping[str, Any] | None = None,
 ) -> Check:
     """Predicts a training that `redline.frameworks.read` has read. Nothing is run.
 
@@ -171,6 +173,7 @@ def check(
         knobs: values of knobs that the file leaves to code, such as `micro_batch`.
         memory_limit_mib: of a device; replaces its memory.
         framework: the trainer whose facts and kernels are assumed, a name in `redline.estimator.trainers`; None: the file's.
+        assume: facts of the trainer's software, fields of `TrainingSetup`; they replace its own and the file's.
 
     Raises:
         UsageError: the model, the sequence length or the micro-batch is unknown, or sizes contradict each other.
@@ -208,6 +211,7 @@ def check(
         raise UsageError(f"{trainer.framework}: the file or command leaves facts out{written}: give {options}")
     trainer = trainer.on(devices)
     facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
+    facts = facts.assuming(assume or {})
     if (length := seq_len or trainer.seq_len) is not None:  # before a model is traced
         _refuse(trainer, RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=length))
     resolved, source = _model(trainer, model, seq_len, facts, machine)
@@ -219,9 +223,10 @@ def check(
         global_batch=None if trainer.global_batch is None else trainer.global_batch * trainer.sequences,
         memory_limit_mib=memory_limit_mib,
     )
-    predictor = _Predictor(
-        trainer, facts, framework is not None, Estimator(source, machine, setup, framework=facts.name)
-    )
+    if trainer.trained_blocks is not None:
+        source = PartlyTrained(source, abs(trainer.trained_blocks), last=trainer.trained_blocks > 0)
+    estimator = Estimator(source, machine, setup, framework=facts.name)
+    predictor = _Predictor(trainer, facts, framework is not None, estimator, assume or {})
     context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=resolved.seq_len)
     _refuse(trainer, context)
     estimate = predictor(trainer.config)
@@ -260,6 +265,7 @@ def check(
             machine.name,
             {name: value for name, value in given_facts.items() if value is not None},
             resolved.seq_len,
+            assume or {},
         ),
         without=without(trainer),
     )
@@ -304,14 +310,24 @@ class _Predictor:
     """True if these facts replace the file's."""
     estimator: Estimator
     """Estimator of a training without conventions."""
+    assume: Mapping[str, Any]
+    """Facts that replace the trainer's and the file's."""
 
     def conventions(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of the setup that the trainer sets for a configuration."""
-        return dict(self.facts.setup) if self.instead else {**self.facts.own, **self.trainer.conventions_with(config)}
+        own = self.facts.setup if self.instead else {**self.facts.own, **self.trainer.conventions_with(config)}
+        return {**own, **self.assume}
 
     def setup(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """These fields, with the memory that no other describes."""
-        return {**self.conventions(config), "further_mib": self.further_mib(config)}
+        """These fields, with the states of the optimizer, and the memory that no other field describes."""
+        setup = {**self.conventions(config), "further_mib": self.further_mib(config)}
+        if self.trainer.low_rank is not None:
+            setup["state_share"] = low_rank_share(self._model_facts(config, setup), self.trainer.low_rank)
+        return setup
+
+    def _model_facts(self, config: Mapping[str, Any], conventions: Mapping[str, Any]) -> ModelFacts:
+        """Facts of the model in a configuration."""
+        return self.estimator.facts_of(knob_arrays([self._estimated(config, conventions)], self.estimator.training), 0)
 
     def __call__(self, config: Mapping[str, Any]) -> Estimate:
         setup = self.setup(config)
@@ -330,8 +346,7 @@ class _Predictor:
         if bits == 16 and not (trainer.reference_model or trainer.one_unit):
             return 0.0
         strategy = Strategy.of(config)
-        cols = knob_arrays([self._estimated(config, conventions)], self.estimator.training)
-        facts = self.estimator.facts_of(cols, 0)
+        facts = self._model_facts(config, conventions)
         shards = strategy.tp * strategy.pp * (strategy.replicas if strategy.zero == 3 else 1)
         size = sum(part.frozen for part in facts.parts if part.role in ("embedding", "head")) * (2 - bits / 8) / shards
         if trainer.reference_model:

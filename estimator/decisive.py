@@ -9,7 +9,7 @@ from ..frameworks.reading import COMMAND
 from ..frameworks.registry import find_framework
 from ..frameworks.trainer_config import TrainerConfig
 from ..knobs.meaning import FORMATS
-from ..knobs.text import value_text
+from ..knobs.text import config_text, value_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +38,7 @@ def deciding_facts(
     hardware: str,
     options: Mapping[str, Any],
     length: int | None,
+    assume: Mapping[str, Any],
 ) -> tuple[Fact, ...]:
     """The facts of a training that is complete (`TrainerConfig.on`).
 
@@ -48,6 +49,7 @@ def deciding_facts(
         hardware: name of the devices.
         options: the facts that are given beside the file: `model`, `devices`, `seq_len`, `global_batch`.
         length: tokens of a sample.
+        assume: facts of the trainer's software that are given beside the file.
     """
     config, framework = trainer.config, find_framework(trainer.framework)
     title = framework.title
@@ -74,14 +76,18 @@ def deciding_facts(
         if config.get(name, 1) != 1
     }
     batch = " x ".join(f"{name} {config[name]}" for name in ("micro_batch", "grad_accum", "dp") if name in config)
-    bits = conventions.get("frozen_bits")
+    bits = conventions.get("frozen_bits") or 16
     rows = (
         ("model", model, of_fact("model", architecture or trainer.model, "assumed")),
-        ("adapters", _adapters(trainer.lora), written if trainer.lora else f"default of {title}"),
+        (
+            "adapters",
+            _adapters(trainer),
+            written if trainer.lora or trainer.trained_blocks else f"default of {title}",
+        ),
         (
             "quantization",
-            f"{bits} bits a frozen weight" if bits else "none",
-            written if bits else f"default of {title}",
+            f"{bits} bits a frozen weight" if bits < 16 else "none",
+            written if bits < 16 else f"default of {title}",
         ),
         ("optimizer", _optimizer(trainer, conventions), of_optimizer),
         ("precision", _precision(config, conventions), of_knob("precision")),
@@ -98,13 +104,16 @@ def deciding_facts(
         ("compiled", value_text(config.get("fusion", False)), of_knob("fusion")),
         ("devices", f"{trainer.devices} x {hardware}", of_fact("devices", trainer.devices, "assumed")),
     )
-    return tuple(Fact(name=name, value=value, source=source) for name, value, source in rows)
+    assumed = (("assumed", config_text(assume), "--assume"),) if assume else ()
+    return tuple(Fact(name=name, value=value, source=source) for name, value, source in (*rows, *assumed))
 
 
-def _adapters(lora: str | None) -> str:
-    if lora is None:
+def _adapters(trainer: TrainerConfig) -> str:
+    if trainer.trained_blocks is not None:
+        return f"none: {abs(trainer.trained_blocks)} of the blocks are trained at a time"
+    if trainer.lora is None:
         return "none: all weights are trained"
-    settings = dict(pair.split("=", 1) for pair in lora.split(","))
+    settings = dict(pair.split("=", 1) for pair in trainer.lora.split(","))
     return f"rank {settings['r']} on {settings.get('target', 'the usual layers').replace('+', ', ')}"
 
 
@@ -116,7 +125,8 @@ def _optimizer(trainer: TrainerConfig, conventions: Mapping[str, Any]) -> str:
     states = conventions.get("optimizer_dtype", "fp32")
     if not copy and states != "int8" and _formats(trainer.config, conventions)[0] != "fp32":
         states = "bf16"  # of the dtype of the weights that are updated
-    return f"{shown}, states in {states}{copy}"
+    rank = "" if trainer.low_rank is None else f" of rank {trainer.low_rank} in blocks"
+    return f"{shown}, states in {states}{rank}{copy}"
 
 
 def _formats(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> tuple[str, str]:
@@ -157,6 +167,8 @@ def _offload(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
 def _loss(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
     if config.get("kernels") or conventions.get("loss") == "chunked":
         return "in chunks, without logits"
-    return {"fused": "one kernel over 16-bit logits", "parallel": "logits in fp32, by parts of the vocabulary"}.get(
-        str(conventions.get("loss")), "logits in fp32"
-    )
+    return {
+        "compiled": "compiled: 16-bit logits and their gradient",
+        "fused": "one kernel over 16-bit logits",
+        "parallel": "logits in fp32, by parts of the vocabulary",
+    }.get(str(conventions.get("loss")), "logits in fp32")

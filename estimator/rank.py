@@ -25,7 +25,7 @@ class Formats:
     """Kept gradients."""
     master: int
     """A further copy of the weights; 0 without one."""
-    optimizer: int
+    optimizer: float
     """All states of the optimizer."""
     compute: int
     """Weights in products."""
@@ -51,7 +51,7 @@ def formats(setup: TrainingSetup, precision: str, frozen_bits: float | None = No
         parameter=parameter,
         gradient=BYTES[gradient],
         master=master,
-        optimizer=OPTIMIZERS[setup.optimizer] * state,
+        optimizer=OPTIMIZERS[setup.optimizer] * state * setup.state_share,
         compute=compute,
         gathered=BYTES[setup.gather_dtype]
         if setup.gather_dtype

@@ -85,6 +85,8 @@ class TrainingSetup:
     optimizer_dtype: str = "fp32"
     """dtype of the optimizer's states, `int8` for blocks with a scale each (Dettmers et al., arXiv:2110.02861); `bf16_pure`
     without master weights has them in the weights' dtype."""
+    state_share: float = 1.0
+    """Share of the optimizer's states that is kept, as where gradients are projected to a low rank (GaLore, arXiv:2403.03507)."""
     gather_dtype: str | None = None
     """dtype in which weights that replicas shard are gathered; None: that of products, as with FSDP's MixedPrecision. Under
     autocast alone it is that of the parameters, and products cast the gathered weights."""
@@ -213,6 +215,8 @@ class TrainingSetup:
             raise UsageError(f"TrainingSetup: {unknown('attention_kernel', self.attention_kernel, ATTENTION_KERNELS)}")
         if self.products not in (None, *PRODUCTS):
             raise UsageError(f"TrainingSetup: {unknown('products', self.products, PRODUCTS)}")
+        if not 0 < self.state_share <= 1:
+            raise UsageError(f"TrainingSetup: state_share must be above 0, at most 1, but got {self.state_share!r}")
         if not self.bucket_mib > 0:
             raise UsageError(f"TrainingSetup: bucket_mib must be positive, but got {self.bucket_mib!r}")
 

@@ -11,6 +11,7 @@ from .trainer import conventions as trainer_conventions, prepare, read as read_t
 
 _LIGER = "liger_fused_linear_cross_entropy"
 _RESHARD = "fsdp_config.reshard_after_forward"
+_FSDP_CHECKPOINTING = "fsdp_config.activation_checkpointing"
 _PLUGINS = {
     _LIGER: "axolotl.integrations.liger.LigerPlugin",
     "cut_cross_entropy": "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
@@ -31,6 +32,7 @@ KNOBS = KnobTable(
         alternatives=(
             {0: {"gradient_checkpointing": False}, 1: {"gradient_checkpointing": True}},
             *({1: {"gradient_checkpointing": value}} for value in ("offload", "offload_disk")),
+            {0: {_FSDP_CHECKPOINTING: False}, 1: {_FSDP_CHECKPOINTING: True}},
         ),
     ),
     KnobSettings(knob="fusion", alternatives=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
@@ -90,7 +92,8 @@ def read(reader: SettingsReader) -> None:
     if (shard := reader.whole("dp_shard_size")) is not None:
         reader.knobs["dp"] = shard * reader.knobs.get("hsdp", 1)
     if (adapter := reader.get("adapter")) is not None:
-        target = "all" if reader.flag("lora_target_linear") else reader.get("lora_target_modules")
+        modules = reader.get("lora_target_modules")
+        target = "all" if reader.flag("lora_target_linear") else modules
         alpha, dropout = reader.whole("lora_alpha"), reader.get("lora_dropout")
         read_lora(reader, reader.whole("lora_r") or 8, target, alpha, dropout, "lora_target_modules")
         if adapter == "qlora":

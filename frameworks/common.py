@@ -221,7 +221,9 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "sgd": ("sgd", ""),
 }
 """Optimizers by a part of their name: the estimator's, and how it is like that."""
-_ODD = ("4bit", "galore", "apollo", "lomo", "muon", "badam", "layerwise", "mini", "ademamix", "shampoo", "soap", "dion", "onebit",
+_LOW_RANK = {"galore": 128, "apollo": 1}
+"""Optimizers with states of projected gradients, and the rank that transformers' arguments have by default."""
+_ODD = ("4bit", "lomo", "muon", "badam", "layerwise", "mini", "ademamix", "shampoo", "soap", "dion", "onebit",
         "zerooneadam", "lamb", "came", "optimi")  # fmt: skip
 """Parts of names of optimizers with states of another size or number."""
 
@@ -234,6 +236,9 @@ def read_optimizer(reader: SettingsReader, *keys: str) -> None:
     lowered = str(value).lower()
     reader.facts["optimizer"] = str(value)
     part = next((part for part in OPTIMIZERS if part in lowered), None)
+    for name, rank in _LOW_RANK.items():
+        if name in lowered:
+            _read_projection(reader, rank)
     if part is None or any(odd in lowered for odd in _ODD):
         reader.misunderstood(next(key for key in keys if reader.has(key)))
         return
@@ -244,6 +249,18 @@ def read_optimizer(reader: SettingsReader, *keys: str) -> None:
         reader.conventions["optimizer"] = name
     if "8bit" in lowered:
         reader.conventions["optimizer_dtype"] = "int8"
+
+
+def _read_projection(reader: SettingsReader, rank: int) -> None:
+    """Reads GaLore's and APOLLO's rank and layers, of transformers' arguments; those of the blocks' linear layers only."""
+    arguments, target = str(reader.get("optim_args") or ""), reader.get("optim_target_modules")
+    if match := re.search(r"\brank['\"]?\s*[=:]\s*(\d+)", arguments):
+        rank = int(match[1])
+    names = " ".join(map(str, target)) if isinstance(target, list) else str(target or "")
+    if names == "all-linear" or ("attn" in names and "mlp" in names):
+        reader.facts["low_rank"] = rank
+    else:
+        reader.misunderstood("optim_target_modules")
 
 
 _STAGES: Mapping[str, tuple[int, bool, str]] = {

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_lora, read_quantized, read_stage
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, number
 from .launcher import MICRO_BATCHES, Launcher
 from .trainer import (
     KNOBS as TRAINER,
@@ -77,6 +77,8 @@ def read(reader: SettingsReader) -> None:
         target = reader.get("lora_target")
         dropout = reader.get("lora_dropout")
         read_lora(reader, reader.whole("lora_rank") or 8, target, reader.whole("lora_alpha"), dropout, "lora_target")
+    elif kind == "freeze":
+        _read_frozen(reader)
     elif kind != "full":
         reader.misunderstood("finetuning_type")
     # Weights are loaded in 16 bits; those that are trained get a copy in float32, adapters aside.
@@ -95,10 +97,36 @@ def read(reader: SettingsReader) -> None:
     if reader.has("deepspeed") and sum(bool(reader.flag(f"use_{name}")) for name in _LAYERWISE):
         reader.note("LLaMA-Factory refuses GaLore and APOLLO with deepspeed")
     for name in _LAYERWISE:
-        reader.misunderstood(f"use_{name}")
+        rank, target = reader.whole(f"{name}_rank") or 16, reader.get(f"{name}_target") or "all"
+        if reader.flag(f"use_{name}") and str(target) == "all" and kind == "full":
+            reader.facts["low_rank"] = rank
+        elif reader.flag(f"use_{name}"):
+            reader.misunderstood(f"use_{name}")
     if kind not in ("lora", "oft") and reader.has("quantization_bit"):
         reader.note(f"LLaMA-Factory refuses quantization_bit with finetuning_type = {kind}")
-    reader.misunderstood(*(name for name in ("use_badam", "use_adam_mini", "use_muon") if reader.has(name)))
+    if reader.flag("use_badam"):
+        _read_blocks_in_turn(reader)
+    reader.misunderstood(*(name for name in ("use_adam_mini", "use_muon") if reader.flag(name)))
+
+
+def _read_frozen(reader: SettingsReader) -> None:
+    """Reads the blocks that are trained: the last ones, or the first if their number is negative."""
+    count = number(reader.get("freeze_trainable_layers") or 2)
+    modules, extra = str(reader.get("freeze_trainable_modules") or "all"), reader.get("freeze_extra_modules")
+    if not isinstance(count, int) or not count or modules != "all" or extra is not None:
+        reader.misunderstood("finetuning_type", "freeze_trainable_modules", "freeze_extra_modules")
+        return
+    reader.facts["trained_blocks"] = count
+    reader.conventions["frozen_bits"] = 16
+
+
+def _read_blocks_in_turn(reader: SettingsReader) -> None:
+    """Reads BAdam, which trains one block after the other with weights and states of its own in fp32 (arXiv:2404.02827)."""
+    if str(reader.get("badam_mode") or "layer") != "layer":
+        reader.misunderstood("badam_mode", "use_badam")
+        return
+    reader.facts["trained_blocks"] = -1
+    reader.conventions |= {"precision": "bf16_pure", "master_weights": "fp32"}
 
 
 def cannot(knob: str, strategy: Strategy, reader: SettingsReader) -> bool:

@@ -392,16 +392,34 @@ def read_stages(
         reader.knobs["stage_blocks"] = stage_blocks
 
 
+_OVERLAP: Mapping[str, tuple[str, ...]] = {
+    "overlap_gradients": ("overlap-grad-reduce", "ddp.overlap_grad_reduce"),
+    "overlap_gathers": ("overlap-param-gather", "ddp.overlap_param_gather"),
+    "overlap_tensor": ("tp-comm-overlap", "comm_overlap.tp_comm_overlap"),
+    "overlap_experts": (
+        "overlap-moe-expert-parallel-comm",
+        "model.overlap_moe_expert_parallel_comm",
+        "comm_overlap.overlap_moe_expert_parallel_comm",
+    ),
+    "balanced_experts": ("moe-router-force-load-balancing", "model.moe_router_force_load_balancing"),
+    "rows_once_a_node": ("moe-enable-deepep", "model.moe_enable_deepep"),
+}
+"""Facts of the estimator, by the flags that switch them on in Megatron-LM and Megatron-Bridge."""
+
+
+def read_overlap(reader: SettingsReader) -> None:
+    """Reads communication that overlaps with products, and the exchange of rows between experts."""
+    for name, flags_of in _OVERLAP.items():
+        if reader.flag(*flags_of):
+            reader.conventions[name] = True
+    if reader.get("moe-flex-dispatcher-backend", "model.moe_flex_dispatcher_backend") in ("deepep", "hybridep"):
+        reader.conventions["rows_once_a_node"] = True
+
+
 def _read_kernels(reader: SettingsReader) -> None:
     """Reads the kernels, and communication that overlaps with the passes."""
     conventions = reader.conventions
-    for flag, name in (
-        ("overlap-grad-reduce", "overlap_gradients"),
-        ("overlap-param-gather", "overlap_gathers"),
-        ("tp-comm-overlap", "overlap_tensor"),
-    ):
-        if reader.flag(flag):
-            conventions[name] = True
+    read_overlap(reader)
     if reader.flag("no-gradient-accumulation-fusion") or reader.flag("gradient-accumulation-fusion") is False:
         conventions["gradient_copy"] = True
     if reader.flag("cross-entropy-loss-fusion") and reader.get("cross-entropy-fusion-impl") == "te":
@@ -410,6 +428,8 @@ def _read_kernels(reader: SettingsReader) -> None:
         conventions["overlap_transfers"] = True
 
 
+_MODULES = frozenset({"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"})
+"""Values of `--recompute-modules`."""
 RECOMPUTATION = ("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules")
 
 
@@ -419,19 +439,17 @@ def read_recomputation(reader: SettingsReader, layers: int | None, names: Sequen
     granularity, knobs = str(reader.get(granularity_of) or ""), reader.knobs
     if granularity == "selective" or reader.flag("recompute-activations"):
         knobs["checkpoint_ratio"] = 0
-        reader.conventions["recompute_attention"] = True
+        modules = reader.get(modules_of)
+        named = modules if isinstance(modules, list) else str(modules or "core_attn").replace(",", " ").split()
+        reader.conventions["recompute_attention"] = "core_attn" in named
+        if set(named) - {"core_attn"}:
+            reader.conventions["recompute_modules"] = "+".join(name for name in named if name in _MODULES)
+        if set(named) - _MODULES:
+            reader.misunderstood(modules_of)
         reader.note(
             "selective recomputation repeats attention without its linear layers, as fused attention does anyway; the knob "
             "checkpoint_ratio has no value for it"
         )
-        modules = reader.get(modules_of)
-        extra = [
-            module
-            for module in (modules if isinstance(modules, list) else str(modules or "").split())
-            if module != "core_attn"
-        ]
-        if extra:
-            reader.misunderstood(modules_of)
     elif granularity not in ("", "full"):
         reader.note(
             f"{reader.name(granularity_of)} = {granularity} is not a value that redline knows: nothing is recomputed"
@@ -505,7 +523,6 @@ DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "ze
 IGNORED: Mapping[str, Any] = {
     "optimizer-offload-fraction": 1,
     "cp-comm-type": "p2p",
-    "moe-router-load-balancing-type": None,
 }
 """Settings that the estimate ignores, with Megatron's defaults."""
 

@@ -5,7 +5,7 @@ from typing import Any
 from ..knobs.strategy import Strategy
 from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 from .launcher import Launcher
-from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions, read_recomputation, read_stages
+from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions, read_overlap, read_recomputation, read_stages
 
 _TOTAL = "train.global_batch_size"
 _STAGES = (
@@ -65,6 +65,7 @@ def _read(reader: SettingsReader) -> None:
     if reader.knobs.get("virtual_stages", 1) > 1:
         reader.knobs["pipeline_schedule"] = "interleaved"
     read_recomputation(reader, layers, _RECOMPUTATION)
+    read_overlap(reader)
 
 
 def _write_batch(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:

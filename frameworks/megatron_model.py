@@ -214,6 +214,7 @@ def architecture_of(reader: SettingsReader) -> dict[str, Any] | None:
     def width(size: int | None) -> int | None:
         return size if gated or size is None else max(1, size * 2 // 3)
 
+    reader.ignore("hidden-dropout", 0)
     groups = reader.whole("num-query-groups") or 1 if reader.flag("group-query-attention") else heads
     config: dict[str, Any] = {
         "model_type": "llama",

@@ -232,21 +232,23 @@ def _with_files(
         file_form = "json" if file_name.endswith(".json") else Path(file_name).suffix.lstrip(".")
         sources.append(_source(kind, file_settings, file_name, file_form))
     commands = form in ("options", "assignments")
-    own_settings, facts["unset"] = _without_variables(framework, own_settings, commands=commands)
+    own_settings, facts["unset"], unknown = _without_variables(framework, own_settings, commands=commands)
+    facts["notes"] += [f"{variable} is not set: what it adds to the command is not known" for variable in unknown]
     sources.append(_source(framework.name, own_settings, where, form))
     return sources, facts
 
 
 def _without_variables(
     framework: Framework, settings: Settings, *, commands: bool
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings without unset variables, and the sizes that are unknown without them, by redline's option. An option of a
-    command that has only such a value is a flag."""
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Settings without unset variables, the sizes that are unknown without them, by redline's option, and the variables that may
+    be further options of a command. An option of a command that has only such a value is a flag."""
     options = {plain(key): f"--fix {knob}=N" for knob, table in framework.knobs.items() for key in table.keys}
     options |= {plain(key): "--seq-len N" for key in framework.seq_len}
     options |= {plain(key): "--model MODEL" for key in framework.model}
     kept_settings: dict[str, Any] = {}
     unset: dict[str, str] = {}
+    unknown: list[str] = []
     for name, value in settings.items():
         items = value if isinstance(value, list) else [value]
         literals = [item for item in items if not (isinstance(item, str) and "$" in item)]
@@ -258,10 +260,12 @@ def _without_variables(
         if option is not None and items[0] not in literals:
             unset[option] = f"{name.lstrip('-')} = {items[0]}"
         elif commands:
+            if literals or not is_harmless(name, harmless_settings(framework.name)):
+                unknown += [item for item in items if item not in literals]
             kept_settings[name] = True if not literals else literals[0] if len(literals) == 1 else literals
         else:
             kept_settings[name] = value
-    return kept_settings, unset
+    return kept_settings, unset, unknown
 
 
 def _merge_facts(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,7 +316,9 @@ _FLAGS = frozenset(
 )
 """Options of launchers without a value."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
-_ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=(.*)", re.DOTALL)
+_ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=((?!.*,\w+=).*)", re.DOTALL)
+_PAIRS = ("optim_args",)
+"""Options whose value is `name=value,...`."""
 
 
 def options_of(words: Sequence[str], flags: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
@@ -330,6 +336,8 @@ def options_of(words: Sequence[str], flags: frozenset[str] = frozenset()) -> Ite
                 yield name.lstrip("-"), value
                 continue
             values = []
+            if plain(name) in _PAIRS:
+                values, position = list(words[position : position + 1]), position + 1
             while plain(name) not in flags and position < len(words) and not _begins(words[position]):
                 values.append(words[position])
                 position += 1

@@ -104,12 +104,20 @@ def _starts_training(words: Sequence[str]) -> bool:
     return bool(names) and names[0] not in _OTHERS and any(name in PROGRAMS or name.endswith(".py") for name in names)
 
 
+_KEYWORD = re.compile(r"(if|elif|then|else|while|until|do|\{|!|time|exec|nohup)(?:\s+(.*))?", re.DOTALL)
+_FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(.*)", re.DOTALL)
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1([^\n]*)\n.*?^\s*\2$", re.MULTILINE | re.DOTALL)
+_ENDS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", ";;", "}"})
+
+
 def _statements(script: str) -> Iterator[str]:
-    """Commands of a script, split at newlines and operators outside quotes and parentheses; `;;`, `&&` and `||` by themselves."""
-    text = re.sub(r"\\\n", " ", script)
+    """Commands of a script, split at newlines and operators outside quotes and parentheses; `;;`, `&&`, `||` and words such as
+    `if` by themselves."""
+    text = _HEREDOC.sub(r"\3", re.sub(r"\\\n", " ", script))
     start, position, depth, quote = 0, 0, 0, ""
     while position < len(text):
-        char = text[position]
+        char, pair = text[position], text[position : position + 2]
+        before, after = text[position - 1 : position], text[position + 1 : position + 2]
         if quote:
             position += char == "\\" and quote == '"'
             quote = "" if char == quote else quote
@@ -117,33 +125,42 @@ def _statements(script: str) -> Iterator[str]:
             position += 1
         elif char in "'\"":
             quote = char
-        elif char == "#" and (position == 0 or text[position - 1] in " \t\n;"):
+        elif char == "#" and before in ("", *" \t\n;"):
             end = text.find("\n", position)
-            end = len(text) if end < 0 else end
-            text = text[:position] + text[end:]
+            text = text[:position] + (text[end:] if end >= 0 else "")
             continue
-        elif char in "({" and (char == "(" or text[position - 1 : position] == "$"):
-            depth += text[:position].rstrip()[-1:] not in ("",) or char == "{"
+        elif char == "(" or (char == "{" and before == "$"):
+            depth += 1
         elif char in ")}" and depth:
             depth -= 1
-        elif (
-            not depth
-            and (
-                char in "\n;"
-                or (char == "|" and text[position - 1 : position].isspace())  # otherwise between patterns of a case
-                or text.startswith("||", position)
-                or (char == "&" and text[position - 1 : position] != ">" and text[position + 1 : position + 2] != ">")
-            )
+        elif not depth and (
+            char in "\n;"
+            or pair == "||"
+            or (char == "|" and before.isspace())
+            or (char == "&" and ">" not in (before, after))
         ):
-            double = text[position : position + 2] if text[position : position + 2] in (";;", "&&", "||") else char
-            yield text[start:position].strip()
-            if len(double) == 2:
-                yield double
-            position += len(double)
+            yield from _words_apart(text[start:position].strip())
+            position += len(pair) if pair in (";;", "&&", "||") else 1
+            if pair in (";;", "&&", "||"):
+                yield pair
             start = position
             continue
         position += 1
-    yield text[start:].strip()
+    yield from _words_apart(text[start:].strip())
+
+
+def _words_apart(statement: str) -> Iterator[str]:
+    """A statement with the words before it, such as `then`, as statements of their own."""
+    while statement:
+        if match := _KEYWORD.fullmatch(statement):
+            yield match[1]
+            statement = (match[2] or "").strip()
+        elif match := _FUNCTION.fullmatch(statement):
+            yield f"function {match[1] or match[2]}"
+            statement = match[3]
+        else:
+            yield statement
+            return
 
 
 @dataclass
@@ -154,98 +171,133 @@ class _Script:
     values: dict[str, list[str]] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    _skipping: list[str] = field(default_factory=list)
-    """Branches around the current statement: `run`, `skip`, `done` (an earlier branch ran), or `case WORD`."""
+    _functions: dict[str, list[str]] = field(default_factory=dict)
     _depth: int = 0
-    _test: bool | None = None
-    """Result of the previous statement if it was a test."""
-    _tests_branch: bool = False
-    """True between `if` and what follows its tests."""
+    """Depth of sourced files and called functions."""
 
     def run(self, script: str) -> None:
         """Reads statements: assignments, branches and commands."""
-        joint = ""
-        for statement in _statements(script):
+        self._run(list(_statements(script)))
+
+    def _run(self, statements: Sequence[str]) -> None:
+        position = 0
+        while position < len(statements):
+            position, _ = self._block(statements, position, runs=True)
+            position += 1  # an end without a beginning
+
+    def _block(self, statements: Sequence[str], position: int, *, runs: bool) -> tuple[int, bool | None]:
+        """Reads statements up to one of `_ENDS`, or skips them; returns its position, and what the last test says."""
+        result: bool | None = None
+        joint, negated = "", False
+        while position < len(statements) and statements[position] not in _ENDS:
+            statement = statements[position]
+            position += 1
             if statement in ("&&", "||"):
                 joint = statement
-            elif statement:
-                if not joint or self._test is None or self._test is (joint == "&&"):
-                    self._test = None
-                    self._statement(statement, joint)
-                joint = ""
+                continue
+            if statement == "!":
+                negated = True
+                continue
+            decided = joint and result is not None and result is not (joint == "&&")
+            position, value = self._statement(statements, position, statement, runs=runs and not decided)
+            if not decided:
+                result = not value if negated and value is not None else value
+            joint, negated = "", False
+        return position, result
 
-    def _statement(self, text: str, joint: str = "") -> None:
+    def _statement(self, statements: Sequence[str], position: int, text: str, *, runs: bool) -> tuple[int, bool | None]:
+        """Reads a statement, with the following ones that belong to it; returns the position after it, and what it says if it
+        is a test."""
         keyword, _, rest = text.partition(" ")
-        if self._branch(keyword, rest.strip(), text):
-            return
-        if keyword in ("[", "[[", "test"):
-            self._test = self._holds(text)
-            if joint and self._tests_branch and self._skipping:
-                self._skipping[-1] = "run" if self._test else "skip"
-            return
-        self._tests_branch = False
-        if keyword in ("then", "do", "else", "{", "time", "exec", "nohup"):
-            return self._statement(rest.strip()) if rest.strip() else None
-        if any(state not in ("run", "loop") for state in self._skipping):
-            return
-        if match := _NAME.fullmatch(text):
-            name, appends, raw = match.groups()
-            if raw.startswith("(") and raw.rstrip().endswith(")") and not raw.startswith("(("):
-                value = self.words(raw.strip()[1:-1])
-            elif (words := self.words(raw)) and len(words) > 1 and not text.startswith(("export", "local", "declare")):
-                return self._command(text)  # NAME=value command
-            else:
-                value = ["".join(self.words(raw, split=False))]
-            if appends and not raw.startswith("("):
-                value = ["".join([*self.values.get(name, []), *value])]
-            self.values[name] = [*self.values.get(name, []), *value] if appends and raw.startswith("(") else value
+        if keyword == "if":
+            return self._if(statements, position, runs=runs), None
+        if keyword in ("for", "while", "until"):
+            return self._loop(statements, position, text, runs=runs), None
+        if keyword == "case":
+            return self._case(statements, position, rest, runs=runs), None
+        if keyword in ("{", "function"):
+            start = position + (keyword == "function" and statements[position : position + 1] == ["{"])
+            end, _ = self._block(statements, start, runs=runs and keyword == "{")
+            if keyword == "function" and runs:
+                self._functions[rest] = list(statements[start:end])
+            return end + 1, None
+        if not runs or keyword in ("time", "exec", "nohup"):
+            return position, None
+        if keyword in ("[", "[[", "test") or text.startswith("(("):
+            return position, self._holds(text)
+        if text.startswith("(") and text.endswith(")"):
+            self.run(text[1:-1])
         elif keyword in (".", "source"):
             self._source(rest)
-        else:
+        elif (match := _NAME.fullmatch(text)) is None or not self._assign(text, *match.groups()):
             self._command(text)
+        return position, None
 
-    def _branch(self, keyword: str, rest: str, text: str) -> bool:
-        """Enters or leaves a branch; False if the statement is none."""
-        runs = all(state in ("run", "loop") for state in self._skipping)
-        if keyword == "if":
-            self._test = self._holds(rest) if runs else None
-            self._tests_branch = runs
-            self._skipping.append("run" if self._test else "skip" if runs else "nested")
-        elif keyword in ("elif", "else") and self._skipping and self._skipping[-1] in ("run", "skip", "done"):
-            if self._skipping[-1] == "run":
-                self._skipping[-1] = "done"
-            elif self._skipping[-1] == "skip" and (keyword == "else" or self._holds(rest)):
-                self._skipping[-1] = "run"
-            if keyword == "else" and rest:
-                self._statement(rest)
-        elif keyword in ("for", "while", "until"):
-            self._skipping.append("loop" if runs else "nested")
-            if runs and keyword == "for" and (match := re.fullmatch(r"(\w+)\s+in\s+(.*)", rest, re.DOTALL)):
+    def _if(self, statements: Sequence[str], position: int, *, runs: bool) -> int:
+        """Reads the branch whose tests hold; returns the position after `fi`."""
+        pending, end = runs, "if"
+        while end in ("if", "elif", "else"):
+            holds: bool | None = True
+            if end != "else":
+                start = position
+                position, holds = self._block(statements, position, runs=pending)
+                if pending and holds is None:
+                    self.unknown.append(f"if {' '.join(statements[start:position])}")
+                position += 1
+            position, _ = self._block(statements, position, runs=pending and bool(holds))
+            pending = pending and not holds
+            end = statements[position] if position < len(statements) else "fi"
+            position += 1
+        return position
+
+    def _loop(self, statements: Sequence[str], position: int, text: str, *, runs: bool) -> int:
+        """Reads a loop once, with the first of its values; returns the position after `done`."""
+        holds: bool | None = True
+        if match := re.fullmatch(r"for\s+(\w+)\s+in\s+(.*)", text, re.DOTALL):
+            if runs:
                 self.values[match[1]] = self.words(match[2])[:1]
-            elif runs:
-                self.unknown.append(text)
-        elif keyword == "case":
-            word = " ".join(self.words(rest.partition(" in")[0]))
-            self._skipping.append(f"case {word}" if runs else "nested")
-            if pattern := rest.partition(" in")[2].strip():
-                self._statement(pattern)
-        elif keyword in ("fi", "done", "esac"):
-            if self._skipping:
-                self._skipping.pop()
-        elif text == ";;":
-            if self._skipping and self._skipping[-1] == "run":
-                self._skipping[-1] = "done"
-        elif self._skipping and self._skipping[-1].startswith("case ") and (match := re.match(r"\(?([^()]*)\)", text)):
-            word = self._skipping[-1].removeprefix("case ")
-            if any(fnmatchcase(word, pattern.strip().strip("\"'")) for pattern in match[1].split("|")):
-                self._skipping[-1] = "run"
-                if text[match.end() :].strip():
-                    self._statement(text[match.end() :].strip())
-        else:
-            return (
-                text in ("}", "fi", "then", "do")
-                or re.fullmatch(r"(?:function\s+)?[\w-]+\s*\(\)\s*\{?", text) is not None
+        elif text in ("while", "until"):
+            start = position
+            position, holds = self._block(statements, position, runs=runs)
+            if runs and holds is not False:
+                self.unknown.append(f"{text} {' '.join(statements[start:position])}")
+        elif runs:
+            self.unknown.append(text)
+        position, _ = self._block(statements, position + 1, runs=runs and holds is not False)
+        return position + 1
+
+    def _case(self, statements: Sequence[str], position: int, head: str, *, runs: bool) -> int:
+        """Reads the branch with a matching pattern; returns the position after `esac`."""
+        subject, _, first = head.partition(" in")
+        word = " ".join(self.words(subject))
+        remaining = [*_words_apart(first.strip()), *statements[position:]]
+        consumed, patterns = 0, ""
+        while consumed < len(remaining) and remaining[consumed] != "esac":
+            patterns += f"|{remaining[consumed]}"
+            consumed += 1
+            if ")" not in patterns:
+                continue
+            listed, _, statement = patterns.partition(")")
+            remaining[:consumed] = _words_apart(statement.strip())
+            matches = any(
+                fnmatchcase(word, pattern.strip(" ('\"")) for pattern in listed.split("|") if pattern.strip(" ('\"")
             )
+            consumed, _ = self._block(remaining, 0, runs=runs and matches)
+            runs = runs and not matches
+            consumed += remaining[consumed : consumed + 1] == [";;"]
+            patterns, remaining, consumed = "", remaining[consumed:], 0
+        return len(statements) - len(remaining) + consumed + 1
+
+    def _assign(self, text: str, name: str, appends: str, raw: str) -> bool:
+        """Sets a variable; False if the text is a command with a variable of its own."""
+        if raw.startswith("(") and raw.rstrip().endswith(")") and not raw.startswith("(("):
+            value = self.words(raw.strip()[1:-1])
+            self.values[name] = [*self.values.get(name, []), *value] if appends else value
+            return True
+        if len(self.words(raw)) > 1 and not text.startswith(("export", "local", "declare")):
+            return False
+        value = ["".join(self.words(raw, split=False))]
+        self.values[name] = ["".join([*self.values.get(name, []), *value])] if appends else value
         return True
 
     def _command(self, text: str) -> None:
@@ -259,6 +311,17 @@ class _Script:
                 break
         cut = next((index for index, word in enumerate(words) if re.match(r"\d*[<>]|&>", word)), len(words))
         self.commands.append(words[:cut])
+        if words and (body := self._functions.get(words[0])) is not None and self._depth < _DEEPEST:
+            outer = dict(self.values)
+            arguments = {str(number): [word] for number, word in enumerate(words[1:], 1)}
+            self._depth += 1
+            self.values |= {**arguments, "@": words[1:], "*": words[1:], "#": [str(len(words) - 1)]}
+            self._run(body)
+            self._depth -= 1
+            for name in (*arguments, "@", "*", "#"):
+                self.values.pop(name, None)
+                if name in outer:
+                    self.values[name] = outer[name]
 
     def _source(self, rest: str) -> None:
         file = Path(" ".join(self.words(rest)[:1]))
@@ -414,7 +477,7 @@ class _Script:
         name, index, default_form, default = parameter.groups()
         values: list[str] | None = self.values.get(name)
         if name in ("@", "*"):
-            values = []
+            values = values or []
         if values is not None and index is not None and index.isdigit():
             values = values[int(index) : int(index) + 1]
         if (

@@ -347,7 +347,7 @@ def prepare(reader: SettingsReader) -> None:
     for name in list(reader.settings):
         section, dot, option = plain(name).rpartition(".")
         if option.startswith("no_"):
-            reader.set(f"{section}{dot}{option[3:]}", reader.flag(name) is False)
+            reader.override(f"{section}{dot}{option[3:]}", reader.flag(name) is False)
         if name.startswith("activation_checkpoint:"):
             reader.set(_MODE, name.partition(":")[2])
     if reader.has(_PARAM):
@@ -419,16 +419,29 @@ def read(reader: SettingsReader) -> None:
         _read_chunks(reader)
     _read_recomputation(reader)
     _read_float8(reader)
-    compiled = reader.get(_COMPONENTS)
-    if compiled is not None and knobs.get("fusion") and "model" not in str(compiled):
-        knobs["fusion"] = False
-        reader.note(f"{_COMPONENTS} = {compiled} leaves the model uncompiled")
+    _read_compilation(reader)
+    if reader.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"):
+        reader.conventions["overlap_tensor"] = True
+    if reader.flag("debug.moe_force_load_balance", "training.debug_moe_force_load_balance"):
+        reader.conventions["balanced_experts"] = True
     read_optimizer(reader, "optimizer.name")
     for knob, names in _BY_SEVERAL.items():
         if knob in knobs and not any(map(reader.stated, names)):
             reader.defaults.add(knob)
     if not reader.has("config"):
         reader.get("parallelism.expert_tensor_parallel_degree")
+
+
+def _read_compilation(reader: SettingsReader) -> None:
+    """Reads what is compiled: by default the model and the loss."""
+    components = reader.get(_COMPONENTS)
+    if components is None or not reader.knobs.get("fusion"):
+        return
+    if "model" not in str(components):
+        reader.knobs["fusion"] = False
+        reader.note(f"{_COMPONENTS} = {components} leaves the model uncompiled")
+    if not reader.has("config"):
+        reader.conventions["loss"] = "compiled" if "loss" in str(components) else "plain"
 
 
 def _read_model(reader: SettingsReader) -> None:
@@ -486,11 +499,13 @@ def _read_float8(reader: SettingsReader) -> None:
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """torchtitan's formats: FSDP2 keeps shards of weights, gradients and states in fp32 and gathers weights in bf16,
     the format of the residual stream; 8-bit products are only in linear layers; the loss upcasts logits by
-    operators; shards are offloaded too. Pipeline stages reduce gradients with their last micro-batch, and keep them
-    whole until then (torch.distributed.pipelining, `backward_maybe_with_nosync`).
+    operators, unless it is compiled; shards are offloaded too. Pipeline stages reduce gradients with their last micro-batch,
+    and keep them whole until then (torch.distributed.pipelining, `backward_maybe_with_nosync`).
     """
     eight = str(config.get("precision", "")).startswith("fp8")
-    fields: dict[str, Any] = {"loss": "plain"}  # that of the versions before 0.3
+    fields: dict[str, Any] = {
+        "loss": "compiled" if config.get("fusion") else "plain"
+    }  # that of the versions before 0.3
     if config.get("offload") == "optimizer":
         fields["offload_weights"] = True
     if config.get("pp", 1) > 1:

@@ -68,6 +68,10 @@ class TrainerConfig:
     per_host: int | None = None
     optimizer: str | None = None
     """The optimizer, as written."""
+    trained_blocks: int | None = None
+    """Blocks that are trained, the last ones; negative if backward passes through all others too. None: all weights are."""
+    low_rank: int | None = None
+    """Rank to which the optimizer projects gradients of the blocks' matrices (GaLore, APOLLO)."""
     one_unit: bool = False
     """True if FSDP wraps the model as one unit."""
     sequences: int = 1

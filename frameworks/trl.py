@@ -47,6 +47,8 @@ def _read(reader: SettingsReader) -> None:
     # With adapters the reference model is the model without them.
     reference = not reader.flag("use_peft") and not reader.flag("precompute_ref_log_probs")
     read_stage(reader, SUBCOMMAND, f"trl {kind}", reference=reference)
+    if reader.flag("activation_offloading"):
+        reader.conventions["offload_activations"] = True
     loss = reader.get("loss_type")
     if kind == "sft" and loss == "chunked_nll" and not reader.flag("use_liger_kernel"):
         reader.conventions["loss"] = "chunked"

@@ -826,7 +826,7 @@ WRITTEN = {
         ),
         (PRETRAIN.replace("--vocab-size 32000", ""), {}, "50,304 tokens are assumed; add --vocab-size N"),
         (
-            f"{PRETRAIN} --recompute-granularity selective --recompute-modules core_attn mlp",
+            f"{PRETRAIN} --recompute-granularity selective --recompute-modules core_attn other",
             {},
             "unread: recompute-modules",
         ),
@@ -848,7 +848,7 @@ WRITTEN = {
             {"lora": "r=8,alpha=16,target=all-linear", "seq_len": 2048},
             "stage = dpo: estimated like supervised training, with pairs of sequences",
         ),
-        ("llamafactory-cli train stage=sft finetuning_type=freeze", {"lora": None}, "unread: finetuning_type"),
+        ("llamafactory-cli train stage=sft finetuning_type=oft", {"lora": None}, "unread: finetuning_type"),
         (
             "axolotl.yml",
             {"lora": "r=32,alpha=16,target=all-linear"},
@@ -1105,3 +1105,63 @@ def test_a_torchtitan_option_with_no_switches_a_setting_off(folder):
     )
     assert found.config["sequence_parallel"] is False and found.config["fusion"] is False
     assert not any("no_enable" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("command", "facts", "conventions"),
+    [
+        ("llamafactory-cli train stage=sft finetuning_type=freeze freeze_trainable_layers=3",
+         {"trained_blocks": 3}, {"frozen_bits": 16}),
+        ("llamafactory-cli train stage=sft finetuning_type=full use_badam=true pure_bf16=true",
+         {"trained_blocks": -1}, {"precision": "bf16_pure", "master_weights": "fp32"}),
+        ("llamafactory-cli train stage=sft finetuning_type=full use_galore=true galore_rank=8", {"low_rank": 8}, {}),
+        ("python run_clm.py --optim apollo_adamw --optim_target_modules attn mlp --optim_args rank=256,scale=1",
+         {"low_rank": 256, "unread": {}}, {}),
+        ("python run_clm.py --optim galore_adamw_8bit --optim_target_modules all-linear",
+         {"low_rank": 128}, {"optimizer_dtype": "int8"}),
+        (f"{PRETRAIN} --recompute-granularity selective --recompute-modules moe_act layernorm", {},
+         {"recompute_modules": "moe_act+layernorm", "recompute_attention": False}),
+        (f"{PRETRAIN} --overlap-moe-expert-parallel-comm --moe-router-force-load-balancing --moe-enable-deepep", {},
+         {"overlap_experts": True, "balanced_experts": True, "rows_once_a_node": True}),
+        ("python run_recipe.py --recipe x train.micro_batch_size=1 train.global_batch_size=8 comm_overlap.tp_comm_overlap=true",
+         {}, {"overlap_tensor": True}),
+        ("python -m torchtitan.train --module llama3 --config llama3_8b --debug.moe_force_load_balance "
+         "--parallelism.enable_async_tensor_parallel", {"unread": {}},
+         {"overlap_tensor": True, "balanced_experts": True, "loss": "chunked"}),
+        ("trl sft --model_name_or_path gpt2 --activation_offloading true", {"unread": {}}, {"offload_activations": True}),
+    ],
+)  # fmt: skip
+def test_what_is_trained_and_what_overlaps_reach_the_estimate(command, facts, conventions):
+    found = read(command)
+    assert {name: getattr(found, name) for name in facts} == facts
+    assert {name: found.conventions.get(name) for name in conventions} == conventions
+
+
+@pytest.mark.parametrize(
+    ("compiled", "loss", "fusion"),
+    [
+        ("enable = true", "compiled", True),
+        ('enable = true\ncomponents = ["loss"]', "compiled", False),
+        ('enable = true\ncomponents = ["model"]', "plain", True),
+        ("enable = false", "plain", False),
+    ],
+)
+def test_torchtitan_compiles_the_model_the_loss_or_both(compiled, loss, fusion, tmp_path):
+    (tmp_path / "t.toml").write_text(f"[training]\nlocal_batch_size = 1\n[compile]\n{compiled}\n")
+    found = read(tmp_path / "t.toml")
+    assert (found.conventions["loss"], found.config["fusion"]) == (loss, fusion)
+
+
+def test_an_option_turns_off_what_the_file_turns_on(tmp_path):
+    (tmp_path / "t.toml").write_text("[training]\nlocal_batch_size = 1\n[compile]\nenable = true\n")
+    command = f"python -m torchtitan.train --job.config_file {tmp_path}/t.toml --compile.no-enable"
+    assert read(command).config["fusion"] is False
+
+
+def test_a_variable_that_may_hold_options_is_named():
+    found = read(
+        "source /nowhere.sh\npython run_clm.py --output_dir x --bf16 $EXTRA --model_name_or_path gpt2 --seed $SEED"
+    )
+    assert [note for note in found.notes if "not set" in note] == [
+        "$EXTRA is not set: what it adds to the command is not known"
+    ]

@@ -26,6 +26,12 @@ def words(script, folder=None):
         (": ${B:=9}\n", "9"),
         ("S='a b'\nB=\"x_${S}_$'y'\"\n", "x_a b_$'y'"),
         ("B=$(nproc)\n", "$(nproc)"),
+        ('set_b() {\n  local more=$2\n  B="$1$more"\n}\nset_b 4 2\n', "42"),
+        ("function set_b\n{\n  B=$1\n}\nset_b $# && set_b 7\n", "7"),
+        ("B=1\nnever() { B=2; }\n", "1"),
+        ("B=1\ncat > f <<EOF\nB=2\nEOF\n", "1"),
+        ('B=1\nwhile [[ "$1" != "" ]]; do\n case $1 in\n  -b | --b )\n   B=$2 ;;\n * ) exit 1 ;;\n esac\ndone\n', "1"),
+        ("B=1\nif [ 1 = 2 ]; then\n if [ 1 = 1 ]; then B=2; else B=3; fi\nelif [ 1 = 1 ]; then\n (B=4)\nfi\n", "4"),
     ],
 )
 def test_a_variables_value_is_that_of_the_script(script, value):

@@ -66,7 +66,11 @@ def test_every_training_argument_is_read_or_harmless_or_listed():
 @pytest.mark.parametrize(
     ("framework", "settings", "unread"),
     [
-        ("llamafactory", {"finetuning_type": "full", "use_galore": True, "galore_rank": 8}, {"use_galore", "galore_rank"}),
+        ("llamafactory", {"finetuning_type": "full", "use_galore": True, "galore_layerwise": True}, {"galore_layerwise"}),
+        ("llamafactory", {"finetuning_type": "full", "use_apollo": True, "apollo_target": "q_proj"}, {"use_apollo"}),
+        ("llamafactory", {"finetuning_type": "freeze", "freeze_extra_modules": "lm_head"},
+         {"finetuning_type", "freeze_extra_modules"}),
+        ("llamafactory", {"finetuning_type": "full", "use_badam": True, "badam_mode": "ratio"}, {"use_badam", "badam_mode"}),
         ("llamafactory", {"finetuning_type": "full", "optim": "lomo"}, {"optim"}),
         ("llamafactory", {"finetuning_type": "full", "quantization_bit": 4}, {"quantization_bit"}),
         ("trainer", {"use_peft": True, "load_in_4bit": True}, {"use_peft", "load_in_4bit"}),
@@ -84,7 +88,7 @@ def test_every_training_argument_is_read_or_harmless_or_listed():
         ("deepspeed", {"optimizer.type": "OneBitAdam"}, {"optimizer.type"}),
         ("torchtitan", {"config": "llama3_1t"}, {"config"}),
         ("torchtitan", {"activation_checkpoint.mode": "memory_budget"}, {"activation_checkpoint.mode"}),
-        ("megatron", {"recompute-granularity": "selective", "recompute-modules": "core_attn mlp"}, {"recompute-modules"}),
+        ("megatron", {"recompute-granularity": "selective", "recompute-modules": "core_attn other"}, {"recompute-modules"}),
         ("megatron-bridge", {"recipe": "r"}, {"recipe"}),
     ],
 )  # fmt: skip
