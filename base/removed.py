@@ -110,6 +110,7 @@ REPLACEMENTS: Mapping[str, Mapping[str, str]] = {
         "--allow-code": "--role code",
         "--running": "--searches N limits searches at once, --devices N devices",
     },
+    "option of export": {"--launch": "the header of the file has the line that starts the training on each host"},
     "option of scale": {**_TUNE, **_SCALE},
     "option of estimate": _ESTIMATE,
     "option of train": _TRAIN,

@@ -5,16 +5,12 @@ from typing import Any
 
 import click
 
-from ..base.option import either
-from ..frameworks.launch import LAUNCHES
-
 EXAMPLES = """\b
 Examples:
   redline export runs/gpt2 --to accelerate -o accelerate.yaml
   redline export runs/gpt2 --to trainer -o args.json
   redline export runs/gpt2 --to python -o train.py
   redline export runs/gpt2 --to env --trial 3
-  redline export runs/gpt2 --to torchtitan --launch slurm -o job.sh
   redline export plan.yaml --to torchtitan                   a plan of `redline estimate -o plan.yaml`
 """
 
@@ -35,11 +31,6 @@ def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 @click.option("-o", "--out", "output", metavar="FILE", help="Where to write.  [default: standard output]")
 @click.option("--trial", type=click.IntRange(min=0), metavar="N", help="A single trial.  [default: the winner]")
 @click.option("--force", is_flag=True, help="With --trial: even if it did not finish.")
-@click.option(
-    "--launch",
-    metavar="NAME",
-    help=f"Write a launch file instead, which starts a training with the target's file: {either(LAUNCHES)}.",
-)
 @click.option("--workload", metavar="FILE:NAME", help="The workload of RUN, if its file has moved.")
 @click.option("--storage", metavar="URL", help="Storage of the trials, if not in RUN (tune --storage).")
 @click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_targets, help="List the targets.")
@@ -49,7 +40,6 @@ def export(
     output: str | None,
     trial: int | None,
     force: bool,
-    launch: str | None,
     workload: str | None,
     storage: str | None,
 ) -> None:
@@ -85,7 +75,7 @@ def export(
         request_document["workload"] = {**workload_entry, "spec": spec}
         document = {**(document or {}), "asked": request_document}
     form = form_of(target, output) if output else None
-    rendered = render(target, chosen, document, form=form, launch=launch, file=output)
+    rendered = render(target, chosen, document, form=form, file=output)
     if output is None:
         click.echo(rendered.text, nl=False)
     else:

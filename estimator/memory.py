@@ -359,12 +359,16 @@ def _with_gradients_that_come_and_go(
 
 def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
     """Memory of the update beyond what has been freed by then: an optimizer that loops over parameters copies one state at a
-    time."""
+    time; DeepSpeed flattens and widens a rank's gradients at ZeRO 1 and 2 (runtime/zero/stage_1_and_2.py, `step`)."""
     form = rank.form
     unneeded = rank.cols.fused_optimizer | (rank.cols.offload == "optimizer")
     updating = np.where(
         unneeded, 0.0, _stored_parameters(rank, "optimizer") * rank.trained_share * max(form.master, form.parameter)
     )
+    if rank.setup.deepspeed_offload and form.master:
+        widened = np.isin(rank.cols.zero, (1, 2)) & (rank.cols.offload != "optimizer")
+        pieces = _stored_parameters(rank, "optimizer") * rank.trained_share
+        updating = updating + np.where(widened, pieces * (form.gradient + form.master), 0.0)
     whole_gradients = _stored_parameters(rank, "gradients") * rank.trained_share * form.gradient
     comes_and_goes = (
         terms["gradients"] + terms["activations"] + terms["checkpoints"] + terms["logits and loss"]

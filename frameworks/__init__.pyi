@@ -4,7 +4,6 @@ from .export import (
     form_of as form_of,
     render as render,
 )
-from .launch import LAUNCHES as LAUNCHES
 from .reading import read as read
 from .registry import find_launcher as find_launcher
 from .target import Export as Export, Target as Target

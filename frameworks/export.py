@@ -12,7 +12,6 @@ from ..results.columns import fold, number, speed
 from ..results.measurement import PLANNED, Trial
 from . import accelerate, configuration, deepspeed, lightning, megatron, script, torchtitan, trainer
 from .export_input import ExportInput, ending
-from .launch import LAUNCHES, LaunchJob
 from .target import SUFFIXES, Export, Target
 
 _WIDTH = 100
@@ -41,7 +40,6 @@ def render(
     document: Mapping[str, Any] | None = None,
     *,
     form: str | None = None,
-    launch: str | None = None,
     file: str | None = None,
 ) -> Export:
     """Renders a trial's configuration as a file of a target.
@@ -51,18 +49,15 @@ def render(
         trial: trial with the configuration; a note marks one that did not finish.
         document: contents of run.yaml (`View.document`); None if there is only trials.csv.
         form: one of the target's forms; None for its first.
-        launch: one of `LAUNCHES`, for a file that starts a training with the target's file, instead of that file.
         file: name of the file; None for the target's default.
 
     Raises:
-        UsageError: the target, form or launch is unknown, or the target cannot express the configuration.
+        UsageError: the target or form is unknown, or the target cannot express the configuration.
     """
     targets = export_targets()
     if target not in targets:
         raise UsageError(unknown("export target", target, targets))
     chosen = targets[target]
-    if launch is not None:
-        return _launched(chosen, launch, trial, document, file)
     form = form or next(iter(chosen.forms))
     if form not in chosen.forms:
         raise UsageError(f"{target}: {unknown('form', form, chosen.forms)}")
@@ -83,47 +78,6 @@ def render(
         use=use,
         devices=setup.devices,
         comments_inside=form not in chosen.silent,
-    )
-
-
-def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, Any] | None, file: str | None) -> Export:
-    """Renders the launch of a training with a target's file, which `render` writes.
-
-    Raises:
-        UsageError: the launch is unknown, or the target cannot be launched.
-    """
-    if name not in LAUNCHES:
-        raise UsageError(unknown("launch", name, LAUNCHES))
-    if (setup := target.setup(trial, document)).command:
-        raise UsageError(
-            "--launch starts a training with the target's file, but this run measured a command: start the command of the "
-            "winner, which `redline tune` prints"
-        )
-    if target.start is None:
-        names = ", ".join(candidate.name for candidate in _TARGETS if candidate.start is not None)
-        raise UsageError(f"{target.name} has no launch, because it starts nothing; targets with one are {names}")
-    launch = LAUNCHES[name]
-    target_file = target.file(next(iter(target.forms)))
-    job = LaunchJob(
-        setup=setup,
-        line=target.start(setup, launch.folder + target_file),
-        name=target_file,
-        text=render(target.name, trial, document, file=launch.folder + target_file).text,
-    )
-    use = (f"Use: {fold(launch.use(job, shlex.quote(file or f'launch{SUFFIXES[launch.form]}')))}",)
-    comments = [*_head(target, setup), *use]
-    if not launch.folder:
-        comments.append(f"Beside it: {target_file}, written by redline export RUN --to {target.name} -o {target_file}")
-    if launch.needs:
-        comments.append(f"Needs {launch.needs}")
-    return Export(
-        target=target.name,
-        form=launch.form,
-        text=launch.body(job, "\n".join(comments) + "\n"),
-        notes=setup.marks(),
-        use=use,
-        devices=setup.devices,
-        comments_inside=True,
     )
 
 

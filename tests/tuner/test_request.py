@@ -8,7 +8,6 @@ import redline as rl
 from redline.base.errors import SpaceError, StudyError, WorkloadError
 from redline.base.option import options_of
 from redline.cli.main import main, redline
-from redline.frameworks.launch import LAUNCHES
 from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
 from redline.runners.registry import RUNNERS
@@ -43,7 +42,6 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
         ("train", "runner", RUNNERS),
         ("train", "log_to", TRACKERS),
         ("convert", "to", LAYOUTS),
-        ("export", "launch", LAUNCHES),
     ],
 )
 def test_the_help_of_an_option_names_all_that_it_takes(command, option, names):
