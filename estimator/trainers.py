@@ -251,65 +251,46 @@ def trainer_of(framework: str) -> Trainer:
     return TRAINERS.get(_READ_AS.get(framework, framework), TRAINERS["trainer"])
 
 
+_ASSUMED: tuple[tuple[str, Any, str], ...] = (
+    ("parameter_dtype", None, "weights are kept in {}"),
+    ("master_weights", None, "master weights in {}"),
+    ("gradient_dtype", None, "gradients in {}"),
+    ("pieces", True, "replicas keep pieces of the weights and gather them in 16 bits"),
+    ("gradient_copy", True, "backward writes gradients of its own before they are added"),
+    ("keeps_products", True, "blocks keep attention and every other product, and recompute the rest"),
+    ("recompute_modules", None, "blocks recompute {}"),
+    ("unsharded_gradients", True, "gradients are whole while they accumulate"),
+    ("gradients_stay", True, "gradients have a buffer that is always there"),
+    ("gather_dtype", None, "weights are gathered in {}"),
+    ("keeps_cache", True, "recomputed blocks hand out keys and values, which stay until the step ends"),
+    ("offload_weights", True, "what is offloaded are pieces of weights and gradients too"),
+    ("offload_activations", True, "activations are in host memory from forward to backward"),
+    ("deepspeed_offload", True, "offloaded gradients are summed in host memory after every micro-batch"),
+    ("optimizer_dtype", None, "states of the optimizer in {}"),
+    ("overlap_experts", True, "exchanges between experts overlap with products"),
+    ("balanced_experts", True, "all experts get equally many rows"),
+    ("early_kernels", True, "kernels for Blackwell are those of libraries before November 2025"),
+    ("bucket_copy", True, "gradient buckets are memory beside the gradients"),
+    ("reserved_memory", False, "the peak is of what is allocated, not of what the allocator reserved"),
+    ("loss", "plain", "the loss upcasts logits by operators"),
+    ("loss", "parallel", "the loss keeps fp32 logits, a part of the vocabulary on each rank"),
+    ("loss", "compiled", "the loss is compiled: 16-bit logits and their gradient"),
+    ("loss", "fused", "the loss is one kernel over 16-bit logits"),
+    ("loss", "chunked", "the loss never forms the logits"),
+    ("products", None, "products of blocks in {}"),
+)
+"""Fields of `TrainingSetup`, the value at which a sentence is shown (None: any that is set), and the sentence."""
+
+
 def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
     """Effects of conventions on memory, in words; without conventions, those of redline's own training."""
     if not setup:
         return (OWN,)
-    notes = []
-    if setup.get("precision") == "bf16_pure" and not setup.get("parameter_dtype"):
-        notes.append("weights are kept in bf16")
-    for name, note in (
-        ("parameter_dtype", "weights are kept in {}"),
-        ("master_weights", "master weights in {}"),
-        ("gradient_dtype", "gradients in {}"),
-    ):
-        if setup.get(name) not in (None, "none"):
-            notes.append(note.format(setup[name]))
-    if setup.get("pieces"):
-        notes.append("replicas keep pieces of the weights and gather them in 16 bits")
-    if setup.get("gradient_copy"):
-        notes.append("backward writes gradients of its own before they are added")
-    if setup.get("keeps_products"):
-        notes.append("blocks keep attention and every other product, and recompute the rest")
-    if setup.get("recompute_modules"):
-        notes.append(f"blocks recompute {setup['recompute_modules'].replace('+', ', ')}")
-    if setup.get("unsharded_gradients"):
-        notes.append("gradients are whole while they accumulate")
-    if setup.get("gradients_stay"):
-        notes.append("gradients have a buffer that is always there")
-    if setup.get("gather_dtype"):
-        notes.append(f"weights are gathered in {setup['gather_dtype']}")
-    if setup.get("keeps_cache"):
-        notes.append("recomputed blocks hand out keys and values, which stay until the step ends")
-    if setup.get("offload_weights"):
-        notes.append("what is offloaded are pieces of weights and gradients too")
-    if setup.get("offload_activations"):
-        notes.append("activations are in host memory from forward to backward")
-    if setup.get("deepspeed_offload"):
-        notes.append("offloaded gradients are summed in host memory after every micro-batch")
-    if setup.get("optimizer_dtype") not in (None, "fp32"):
-        notes.append(f"states of the optimizer in {setup['optimizer_dtype']}")
-    for name, note in (
-        ("overlap_experts", "exchanges between experts overlap with products"),
-        ("balanced_experts", "all experts get equally many rows"),
-    ):
-        if setup.get(name):
-            notes.append(note)
-    if setup.get("early_kernels"):
-        notes.append("kernels for Blackwell are those of libraries before November 2025")
-    if setup.get("bucket_copy"):
-        notes.append("gradient buckets are memory beside the gradients")
-    if setup.get("reserved_memory") is False:
-        notes.append("the peak is of what is allocated, not of what the allocator reserved")
-    losses = {
-        "plain": "the loss upcasts logits by operators",
-        "parallel": "the loss keeps fp32 logits, a part of the vocabulary on each rank",
-        "compiled": "the loss is compiled: 16-bit logits and their gradient",
-        "fused": "the loss is one kernel over 16-bit logits",
-        "chunked": "the loss never forms the logits",
-    }
-    if setup.get("loss") in losses:
-        notes.append(losses[setup["loss"]])
-    if setup.get("products"):
-        notes.append(f"products of blocks in {setup['products']}")
+    in_bf16 = setup.get("precision") == "bf16_pure" and not setup.get("parameter_dtype")
+    notes = ["weights are kept in bf16"] if in_bf16 else []
+    for name, shown, sentence in _ASSUMED:
+        value = setup.get(name)
+        is_set = value not in (None, "none", "") and (name, value) != ("optimizer_dtype", "fp32")
+        if is_set if shown is None else value == shown:
+            notes.append(sentence.format(str(value).replace("+", ", ")))
     return tuple(notes)

@@ -20,13 +20,11 @@ from .common import (
     note_tf32,
 )
 from .export_input import PORT, ExportInput, Hosts
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, file_keys, nested, text_of
-from .launcher import Launcher
+from .framework import Framework, SettingsReader, file_keys, knob_table, nested, text_of
 from .target import Target, as_yaml
 from .trainer import conventions
 
 CHECKED = ("accelerate", "1.15")
-_FSDP2 = {"distributed_type": "FSDP", "fsdp_config.fsdp_version": 2}
 _RESHARD = "fsdp_config.fsdp_reshard_after_forward"
 _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
 _DYNAMO = "dynamo_config.dynamo_backend"
@@ -34,60 +32,7 @@ _SIZE = "parallelism_config.parallelism_config_{}_size"
 _DEEPSPEED = "deepspeed_config.zero_stage"
 _WRAP, _WRAPPED = "fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"
 _EARLIER_KEYS = ("fp16", "dynamo_backend", "megatron_lm_plugin", "tpu_commands", "ipex_config", "main_process_name")
-KNOBS = KnobTable(
-    KnobSettings(
-        knob="precision",
-        alternatives=(
-            {
-                "fp32": {"mixed_precision": "no"},
-                **{name: {"mixed_precision": name} for name in ("bf16", "fp16", "fp8")},
-            },
-        ),
-    ),
-    KnobSettings(
-        knob="zero",
-        alternatives=(
-            {
-                0: {"distributed_type": "MULTI_GPU"},
-                2: {**_FSDP2, _RESHARD: False},
-                3: {**_FSDP2, _RESHARD: True},
-            },
-            # FSDP 1, by name and by number.
-            {0: {_STRATEGY: "NO_SHARD"}, 2: {_STRATEGY: "SHARD_GRAD_OP"}, 3: {_STRATEGY: "FULL_SHARD"}},
-            {0: {_STRATEGY: 3}, 2: {_STRATEGY: 2}, 3: {_STRATEGY: 1}},
-            {stage: {_RESHARD: name} for stage, name in ((0, "NO_SHARD"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"))},
-            {stage: {"distributed_type": "DEEPSPEED", _DEEPSPEED: stage} for stage in range(4)},
-        ),
-    ),
-    KnobSettings(
-        knob="offload",
-        alternatives=(
-            {
-                "none": {"fsdp_config.fsdp_offload_params": False},
-                "optimizer": {"fsdp_config.fsdp_offload_params": True},
-            },
-            {
-                "none": {"deepspeed_config.offload_optimizer_device": "none"},
-                "optimizer": {"deepspeed_config.offload_optimizer_device": "cpu"},
-            },
-            {"optimizer": {"deepspeed_config.offload_optimizer_device": "nvme"}},
-        ),
-    ),
-    KnobSettings(
-        knob="checkpoint_ratio",
-        alternatives=({value: {"fsdp_config.fsdp_activation_checkpointing": bool(value)} for value in (0, 1)},),
-    ),
-    KnobSettings(
-        knob="fusion",
-        alternatives=({True: {_DYNAMO: "INDUCTOR"}, False: {_DYNAMO: "NO"}},),
-        option={True: {"dynamo_backend": "inductor"}, False: {"dynamo_backend": "no"}},
-    ),
-    KnobSettings(knob="tp", keys=(_SIZE.format("tp"),)),
-    KnobSettings(knob="cp", keys=(_SIZE.format("cp"),)),
-    KnobSettings(knob="sp", keys=(_SIZE.format("sp"),)),
-    # Its option is DeepSpeed's: Accelerator() takes it from the environment only then.
-    KnobSettings(knob="grad_accum", keys=("deepspeed_config.gradient_accumulation_steps",)),
-)
+KNOBS = knob_table("accelerate")
 """Accelerate's names of the knobs in its file; its options are the last parts of these names."""
 
 
@@ -287,14 +232,6 @@ TARGET = Target(
     start=_start,
 )
 
-# `accelerate launch OPTIONS script.py ...`; the micro-batch is an argument of the script.
-LAUNCHER = Launcher(
-    name="accelerate",
-    after="launch",
-    knobs={"precision": ("fp32", "bf16"), "fusion": (False, True)},
-    options=KNOBS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "fusion": None, "grad_accum": None}),
-)
-
 
 def prepare(reader: SettingsReader) -> None:
     """Fills in accelerate's defaults for missing options and FSDP settings; those of an engine that is not used are removed."""
@@ -424,10 +361,6 @@ FRAMEWORK = Framework(
     name="accelerate",
     title="Hugging Face Accelerate",
     knobs=KNOBS,
-    signs=(
-        *("distributed_type", "compute_environment", "main_training_function", "downcast_bf16", "parallelism_config.*"),
-        *("deepspeed_config.zero_stage", "rdzv_backend & num_machines"),
-    ),
     defaults={"precision": "fp32", "grad_accum": 1},
     by_last=True,
     makes_optimizer=False,

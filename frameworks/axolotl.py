@@ -5,75 +5,17 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_lora, read_quantized, read_stage
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader
-from .launcher import MICRO_BATCHES, Launcher
+from .framework import Framework, SettingsReader, knob_table
 from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
 
 _LIGER = "liger_fused_linear_cross_entropy"
 _RESHARD = "fsdp_config.reshard_after_forward"
-_FSDP_CHECKPOINTING = "fsdp_config.activation_checkpointing"
 _PLUGINS = {
     _LIGER: "axolotl.integrations.liger.LigerPlugin",
     "cut_cross_entropy": "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
 }
 """Settings of kernels that have an effect only with a plugin."""
-KNOBS = KnobTable(
-    KnobSettings(knob="micro_batch", keys=("micro_batch_size",)),
-    KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
-    KnobSettings(
-        knob="precision",
-        alternatives=(
-            {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}},
-            {"tf32": {"bf16": False, "fp16": False, "tf32": True}},
-        ),
-    ),
-    KnobSettings(
-        knob="checkpoint_ratio",
-        alternatives=(
-            {0: {"gradient_checkpointing": False}, 1: {"gradient_checkpointing": True}},
-            *({1: {"gradient_checkpointing": value}} for value in ("offload", "offload_disk")),
-            {0: {_FSDP_CHECKPOINTING: False}, 1: {_FSDP_CHECKPOINTING: True}},
-        ),
-    ),
-    KnobSettings(knob="fusion", alternatives=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
-    KnobSettings(
-        knob="kernels",
-        alternatives=({False: {_LIGER: False}, True: {_LIGER: True}}, {True: {"cut_cross_entropy": True}}),
-    ),
-    KnobSettings(
-        knob="attention",
-        alternatives=(
-            {name: {"attn_implementation": name} for name in ("eager", "sdpa", "flash_attention_2")},
-            {"flash_attention_2": {"flash_attention": True}},
-            {"sdpa": {"sdp_attention": True}},
-        ),
-    ),
-    KnobSettings(
-        knob="fused_optimizer",
-        alternatives=({True: {"optimizer": "adamw_torch_fused"}, False: {"optimizer": "adamw_torch"}},),
-        has_other_values=True,
-    ),
-    KnobSettings(
-        knob="zero",
-        alternatives=(
-            {2: {"fsdp_version": 2, _RESHARD: False}, 3: {"fsdp_version": 2, _RESHARD: True}},
-            {
-                2: {"fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"},
-                3: {"fsdp_config.fsdp_sharding_strategy": "FULL_SHARD"},
-            },
-        ),
-    ),
-    KnobSettings(
-        knob="offload",
-        alternatives=tuple(
-            {value: {f"fsdp_config.{name}": value == "optimizer"} for value in ("none", "optimizer")}
-            for name in ("offload_params", "fsdp_offload_params")
-        ),
-    ),
-    KnobSettings(knob="tp", keys=("tensor_parallel_size",)),
-    KnobSettings(knob="cp", keys=("context_parallel_size", "sequence_parallel_degree")),
-    KnobSettings(knob="hsdp", keys=("dp_replicate_size",)),
-)
+KNOBS = knob_table("axolotl")
 """axolotl's names of the knobs."""
 
 
@@ -154,44 +96,10 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return settings
 
 
-LAUNCHER = Launcher(
-    name="axolotl",
-    after="train",
-    knobs={"micro_batch": MICRO_BATCHES, "precision": ("fp32", "bf16"), "checkpoint_ratio": (0, 1)},
-    options=KNOBS.options(
-        "--{} {}",
-        {
-            "micro_batch": None,
-            "grad_accum": None,
-            "precision": ("fp32", "bf16"),
-            "checkpoint_ratio": None,
-            "fusion": None,
-        },
-        hyphens=True,
-    ),
-    accepts={"precision": ("fp32", "bf16")},
-    short="--max-steps 1000",
-    bounds="--output-dir {trial_dir} --val-set-size 0",
-    # Its checks refuse the evaluation's options without a validation set.
-    undone=(
-        *("--eval-steps VALUE", "--evals-per-epoch VALUE", "--eval-strategy VALUE", "--hub-model-id VALUE"),
-        *("--wandb-project VALUE", "--resume-from-checkpoint VALUE", "--load-best-model-at-end"),
-    ),
-)
 FRAMEWORK = Framework(
     name="axolotl",
     title="axolotl",
     knobs=KNOBS,
-    signs=(
-        *(
-            "base_model & sequence_len",
-            "base_model & datasets",
-            "sample_packing & micro_batch_size",
-            "lora_target_linear",
-        ),
-        *("dataset_prepared_path", "pad_to_sequence_len", "base_model & pretraining_dataset", "base_model & adapter"),
-    ),
-    programs=("axolotl", "axolotl.cli.train"),
     model=("base_model", "base_model_config"),
     seq_len=("sequence_len",),
     defaults={"micro_batch": 1, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 0, "fused_optimizer": True},

@@ -20,49 +20,13 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested, number
-from .launcher import MICRO_BATCHES, Launcher
+from .framework import Framework, SettingsReader, knob_table, nested, number
 from .target import Target
 
 CHECKED = ("deepspeed", "0.19")
 _BF16, _FP16 = "bf16.enabled", "fp16.enabled"
 _DEVICE = "zero_optimization.offload_optimizer.device"
-KNOBS = KnobTable(
-    KnobSettings(knob="micro_batch", keys=("train_micro_batch_size_per_gpu",)),
-    KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
-    KnobSettings(knob="zero", alternatives=({stage: {"zero_optimization.stage": stage} for stage in range(4)},)),
-    KnobSettings(
-        knob="offload",
-        alternatives=({"none": {_DEVICE: "none"}, "optimizer": {_DEVICE: "cpu"}}, {"optimizer": {_DEVICE: "nvme"}}),
-    ),
-    KnobSettings(
-        knob="precision",
-        alternatives=(
-            {
-                "fp32": {_BF16: False, _FP16: False},
-                "bf16": {_BF16: True},
-                "fp16": {_FP16: True},
-                "bf16_pure": {
-                    _BF16: True,
-                    "bf16.bf16_master_weights_and_grads": True,
-                    "bf16.bf16_optimizer_states": True,
-                },
-            },
-            {"bf16": {"bfloat16.enabled": True}},
-        ),
-        option={"fp32": {_BF16: False}, "bf16": {_BF16: True}},
-    ),
-    KnobSettings(
-        knob="reduce_dtype", alternatives=({name: {"communication_data_type": name} for name in ("fp32", "bf16")},)
-    ),
-    KnobSettings(knob="tp", keys=("tensor_parallel.autotp_size",)),
-    KnobSettings(knob="sp", keys=("sequence_parallel_size",)),
-    KnobSettings(knob="pp", keys=("pipeline.stages",)),
-    KnobSettings(
-        knob="fused_optimizer",
-        alternatives=({True: {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}},),
-    ),
-)
+KNOBS = knob_table("deepspeed")
 """DeepSpeed's names of the knobs in its configuration."""
 
 
@@ -243,15 +207,6 @@ TARGET = Target(
     start=_start,
 )
 
-# The command reads DeepSpeed's JSON from `{trial_dir}`.
-LAUNCHER = Launcher(
-    name="deepspeed",
-    knobs={"micro_batch": MICRO_BATCHES, "zero": (0, 1, 2, 3), "precision": ("fp32", "bf16")},
-    paths=KNOBS.options("{}={}", dict.fromkeys(("micro_batch", "grad_accum", "zero", "offload", "precision"))),
-    accepts={"precision": ("fp32", "bf16")},
-    several=("zero",),
-)
-
 
 def read(reader: SettingsReader) -> None:
     """Reads the batch, the optimizer and DeepSpeed's defaults."""
@@ -298,21 +253,6 @@ FRAMEWORK = Framework(
     name="deepspeed",
     title="DeepSpeed",
     knobs=KNOBS,
-    signs=(
-        *(
-            "zero_optimization.*",
-            "train_micro_batch_size_per_gpu",
-            "bf16.enabled",
-            "fp16.enabled",
-            "tensor_parallel.autotp_size",
-        ),
-        *(
-            "zero_allow_untested_optimizer",
-            "wall_clock_breakdown",
-            "communication_data_type",
-            "train_batch_size & optimizer.type",
-        ),
-    ),
     defaults={"zero": 0, "grad_accum": 1},
     ignored={
         "zero_optimization.zero_hpz_partition_size": 1,

@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..base.reading import parse_yaml
 from ..knobs.strategy import STANDARD, Strategy
 
 Settings = Mapping[str, Any]
@@ -35,8 +34,6 @@ class KnobSettings:
     """Names of the setting with the knob's value. The first is written, older ones are read too."""
     alternatives: tuple[Mapping[Any, Settings], ...] = ()
     """Settings for each value; None for a setting that must be absent. The first is written, the others are read too."""
-    option: Mapping[Any, Settings] = field(default_factory=dict)
-    """Settings of a command, if they differ from those of a file."""
     has_other_values: bool = False
     """True if the setting also has values that do not determine the knob's value."""
 
@@ -90,28 +87,12 @@ class KnobSettings:
     def _match(self, reader: "SettingsReader") -> tuple[Any, Mapping[Any, Settings] | None]:
         """Returns the value with the most matching settings, and the alternative that they belong to."""
         best, used, most = None, None, 0
-        for alternative in (*self.alternatives, self.option):
+        for alternative in self.alternatives:
             for value, expected in alternative.items():
                 count = _present(expected, reader)
                 if count > most and all(same_setting(reader.get(key), setting) for key, setting in expected.items()):
                     best, used, most = value, alternative, count
         return best, used
-
-    def template(self, values: Sequence[Any] | None = None) -> dict[str, str]:
-        """Template of the value of each setting of the knob.
-
-        Args:
-            values: possible values of the knob; None for all.
-        """
-        if self.keys:
-            return {self.keys[0]: f"{{{self.knob}}}"}
-        table = self.option or self.alternatives[0]
-        settings_of = {value: table[value] for value in table if values is None or value in values}
-        names = list(dict.fromkeys(key for settings in settings_of.values() for key in settings))
-        return {
-            name: _expression(self.knob, {value: settings.get(name) for value, settings in settings_of.items()})
-            for name in names
-        }
 
 
 class KnobTable(Mapping[str, KnobSettings]):
@@ -136,24 +117,6 @@ class KnobTable(Mapping[str, KnobSettings]):
             LookupError: the framework cannot express it.
         """
         return self[knob].settings(value)
-
-    def options(
-        self, form: str, values_of: Mapping[str, Sequence[Any] | None], *, hyphens: bool = False
-    ) -> dict[str, str]:
-        """Templates of a command's options, by knob.
-
-        Args:
-            form: format of an option, such as `--{} {}`.
-            values_of: possible values of each knob; None for all.
-            hyphens: replace underscores in settings by hyphens in options.
-        """
-        return {
-            knob: " ".join(
-                form.format(name.replace("_", "-") if hyphens else name, value)
-                for name, value in self[knob].template(values).items()
-            )
-            for knob, values in values_of.items()
-        }
 
 
 def plain(name: str) -> str:
@@ -284,22 +247,61 @@ class SettingsReader:
 
 
 @functools.cache
-def _lists(framework: str) -> dict[str, Any]:
-    """Lists of a framework's settings, of `settings.yaml`."""
+def _settings() -> dict[str, Any]:
+    """Contents of `settings.yaml`."""
+    import yaml
+
     content = Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8")
-    lists: dict[str, Any] = parse_yaml(content).get(framework, {})
+    document: dict[str, Any] = yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return document
+
+
+def settings_of(framework: str) -> dict[str, Any]:
+    """Lists of a framework's settings, of `settings.yaml`."""
+    lists: dict[str, Any] = _settings().get(framework, {})
     return lists
+
+
+def _patterns(text: str | None) -> tuple[str, ...]:
+    """Patterns of a list with commas."""
+    return tuple(pattern.strip() for pattern in (text or "").split(",") if pattern.strip())
+
+
+def other_trainers() -> dict[str, tuple[str, ...]]:
+    """What only files and commands of trainers have that are not read."""
+    return {title: _patterns(signs) for title, signs in _settings()["others"].items()}
+
+
+def knob_table(framework: str, base: "KnobTable | None" = None) -> "KnobTable":
+    """A framework's settings by knob, of `settings.yaml`; those without a value are the `base`'s."""
+    lists = settings_of(framework)
+    table: list[KnobSettings] = []
+    for knob, value in lists.get("knobs", {}).items():
+        if value is None and base is not None:
+            table.append(base[knob])
+            continue
+        listed = value if isinstance(value, list) else [value]
+        is_name = isinstance(listed[0], str)
+        table.append(
+            KnobSettings(
+                knob=knob,
+                keys=tuple(listed) if is_name else (),
+                alternatives=() if is_name else tuple(listed),
+                has_other_values=knob in lists.get("other_values", "").split(),
+            )
+        )
+    return KnobTable(*table)
 
 
 def harmless_settings(framework: str) -> tuple[str, ...]:
     """Patterns of settings that change neither memory nor speed in a framework; `every`: in all."""
-    names = dict.fromkeys((framework, _lists(framework).get("builds_on", framework), "every"))
-    return tuple(pattern for name in names for pattern in str(_lists(name).get("harmless", "")).split())
+    names = dict.fromkeys((framework, settings_of(framework).get("builds_on", framework), "every"))
+    return tuple(pattern for name in names for pattern in str(settings_of(name).get("harmless", "")).split())
 
 
 def file_keys(framework: str) -> tuple[str, ...]:
     """Keys that a framework's files can have, where it refuses others."""
-    return tuple(str(_lists(framework).get("keys", "")).split())
+    return tuple(str(settings_of(framework).get("keys", "")).split())
 
 
 def is_harmless(name: str, patterns: Sequence[str]) -> bool:
@@ -334,10 +336,6 @@ class Framework:
     """Name for `--to` and `--launcher`, if supported."""
     title: str
     knobs: KnobTable
-    signs: tuple[str, ...] = ()
-    """What only its files have: patterns of settings, or several that only it has together, joined by ` & `."""
-    programs: tuple[str, ...] = ()
-    """Patterns of scripts, modules and programs that only its commands have."""
     model: tuple[str, ...] = ()
     """Settings that name the model."""
     seq_len: tuple[str, ...] = ()
@@ -370,6 +368,16 @@ class Framework:
     """Writes a setting as an option of a command that has the settings of a reader."""
     assigns: bool = False
     """True if its commands have settings as `key=value`."""
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """What only its files have: patterns of settings, or several that only it has together, joined by ` & `."""
+        return _patterns(settings_of(self.name).get("signs"))
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """Patterns of scripts, modules and programs that only its commands have."""
+        return _patterns(settings_of(self.name).get("programs"))
 
     def recognised(self, settings: Settings) -> int:
         """Number of this framework's signs among settings."""
@@ -498,21 +506,3 @@ def number(value: Any) -> Any:
         return float(digits)
     except ValueError:
         return value
-
-
-def _expression(knob: str, cases: Mapping[Any, Any]) -> str:
-    """Template of a setting's value for each value of a knob: `{'bf16-mixed' if precision == 'bf16' else '32-true'}`."""
-    if all(isinstance(setting, bool) for setting in cases.values()):
-        on = [value for value, setting in cases.items() if setting]
-        return (
-            f"{{{knob}}}" if on and on[0] is True else "{" + " or ".join(f"{knob} == {value!r}" for value in on) + "}"
-        )
-    *odd, default_case = sorted(cases.items(), key=lambda case: case[0] == case[1])
-    same = default_case[0] == default_case[1]
-    odd = [(value, setting) for value, setting in odd if not (same and value == setting)]
-    chain = "".join(f"{setting!r} if {_is(knob, value)} else " for value, setting in odd)
-    return f"{{{chain}{knob if same else repr(default_case[1])}}}"
-
-
-def _is(knob: str, value: Any) -> str:
-    return knob if value is True else f"{knob} == {value!r}"

@@ -20,8 +20,7 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested
-from .launcher import Launcher
+from .framework import Framework, SettingsReader, knob_table, nested
 from .target import Target, as_yaml
 
 CHECKED = ("lightning", "2.6")
@@ -29,48 +28,7 @@ CHECKED = ("lightning", "2.6")
 _FORMATS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "bf16_pure": "bf16-true"}
 _CLASS, _ARGUMENTS = "trainer.strategy.class_path", "trainer.strategy.init_args."
 _MESH = {_CLASS: "lightning.pytorch.strategies.ModelParallelStrategy"}
-KNOBS = KnobTable(
-    KnobSettings(
-        knob="precision",
-        alternatives=(
-            {value: {"trainer.precision": name} for value, name in _FORMATS.items()},
-            {
-                "bf16": {"trainer.precision": "bf16"},
-                "fp16": {"trainer.precision": 16},
-                "fp32": {"trainer.precision": 32},
-            },
-            {"fp32": {"trainer.precision": "32"}, "bf16_pure": {"trainer.precision": "bf16-true"}},
-            {value: {"precision": name} for value, name in _FORMATS.items()},
-        ),
-    ),
-    KnobSettings(knob="grad_accum", keys=("trainer.accumulate_grad_batches",)),
-    KnobSettings(knob="micro_batch", keys=("data.batch_size", "data.init_args.batch_size")),
-    KnobSettings(
-        knob="zero",
-        alternatives=(
-            {0: {"trainer.strategy": "ddp"}, 3: {"trainer.strategy": "fsdp"}},
-            {stage: {"trainer.strategy": f"deepspeed_stage_{stage}"} for stage in (1, 2, 3)},
-            {stage: {"trainer.strategy": f"deepspeed_stage_{stage}_offload"} for stage in (2, 3)},
-            {2: {"trainer.strategy": "deepspeed"}, 3: {"trainer.strategy": "deepspeed_stage_3_offload_nvme"}},
-            {stage: {f"{_ARGUMENTS}stage": stage} for stage in range(4)},
-            {
-                stage: {f"{_ARGUMENTS}sharding_strategy": name}
-                for stage, name in ((0, "NO_SHARD"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"))
-            },
-        ),
-    ),
-    KnobSettings(
-        knob="offload",
-        alternatives=tuple(
-            {value: {f"{_ARGUMENTS}{name}": value == "optimizer"} for value in ("none", "optimizer")}
-            for name in ("cpu_offload", "offload_optimizer")
-        ),
-    ),
-    KnobSettings(knob="tp", keys=(f"{_ARGUMENTS}tensor_parallel_size",)),
-    KnobSettings(
-        knob="fused_optimizer", alternatives=({value: {"optimizer.init_args.fused": value} for value in (True, False)},)
-    ),
-)
+KNOBS = knob_table("lightning")
 """LightningCLI's names of the knobs."""
 
 
@@ -191,28 +149,6 @@ TARGET = Target(
     start=lambda setup, file: f"{setup.torchrun()} train.py fit --config {file}",
 )
 
-# Lightning: a script with LightningCLI, which defines its own batches.
-LAUNCHER = Launcher(
-    name="lightning",
-    knobs={
-        "precision": ("fp32", "bf16"),
-        "zero": (0, 3),
-    },
-    options=KNOBS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "zero": None, "grad_accum": None}),
-    short=(
-        "--trainer.max_steps 1000 "
-        # The default bar is rich's if that is installed, which shows nothing outside a terminal.
-        "--trainer.callbacks+=TQDMProgressBar"
-    ),
-    bounds=(
-        "--trainer.default_root_dir {trial_dir} --trainer.logger false --trainer.enable_checkpointing false "
-        "--trainer.limit_val_batches 0 --trainer.num_sanity_val_steps 0"
-    ),
-    undone=("--ckpt_path VALUE",),
-    accepts={"zero": (0, 3)},
-    several=("zero",),
-)
-
 
 def prepare(reader: SettingsReader) -> None:
     """Fills in the stage of DeepSpeedStrategy."""
@@ -259,21 +195,6 @@ FRAMEWORK = Framework(
     name="lightning",
     title="Lightning",
     knobs=KNOBS,
-    signs=(
-        *(
-            "trainer.strategy.class_path",
-            "trainer.strategy & trainer.accelerator",
-            "trainer.strategy & trainer.precision",
-        ),
-        *(
-            "seed_everything & trainer.*",
-            "trainer.* & model.class_path",
-            "trainer.* & data.class_path",
-            "trainer.precision & optimizer.class_path",
-        ),
-        "trainer.accumulate_grad_batches & trainer.precision",
-    ),
-    programs=("*.py fit*",),
     model=("model.init_args.model_name", "model.model_name", "model.init_args.model_name_or_path"),
     seq_len=("data.init_args.max_length", "data.max_length", "data.init_args.block_size", "data.block_size"),
     defaults={"precision": "fp32", "grad_accum": 1},

@@ -5,25 +5,11 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_lora, read_optimizer, read_quantized
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader
-from .launcher import MICRO_BATCHES, Launcher
+from .framework import Framework, SettingsReader, knob_table
 from .trainer import conventions as trainer_conventions
 
 _TOTAL = "train.global_batch_size"
-KNOBS = KnobTable(
-    KnobSettings(knob="micro_batch", keys=("train.micro_batch_size",)),
-    KnobSettings(
-        knob="precision",
-        alternatives=(
-            {
-                "fp32": {"precision": "32-true"},
-                "bf16": {"precision": "bf16-mixed"},
-                "bf16_pure": {"precision": "bf16-true"},
-                "fp16": {"precision": "16-mixed"},
-            },
-        ),
-    ),
-)
+KNOBS = knob_table("litgpt")
 """LitGPT's names of the knobs; it uses FSDP whenever there are several devices."""
 
 _ADAPTED = {
@@ -113,36 +99,10 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return {_TOTAL: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 
 
-LAUNCHER = Launcher(
-    name="litgpt",
-    knobs={"micro_batch": MICRO_BATCHES, "precision": ("fp32", "bf16", "bf16_pure")},
-    options=KNOBS.options("--{} {}", {"micro_batch": None, "precision": ("fp32", "bf16", "bf16_pure")})
-    | {"grad_accum": f"--{_TOTAL} {{global_batch}}"},
-    accepts={"precision": ("fp32", "bf16", "bf16_pure")},
-    total=f"--{_TOTAL}",
-    own_total=True,
-    short="--train.log_interval 1",
-    bounds=(
-        "--out_dir {trial_dir} --train.save_interval 1000000 --eval.interval 1000000 --eval.initial_validation false "
-        "--eval.final_validation false --logger_name csv"
-    ),
-    undone=("--resume VALUE",),
-)
 FRAMEWORK = Framework(
     name="litgpt",
     title="LitGPT",
     knobs=KNOBS,
-    signs=(
-        *(
-            "train.max_seq_length",
-            "train.max_tokens",
-            "train.lr_warmup_steps",
-            "train.lr_warmup_fraction",
-            "checkpoint_dir & lora_r",
-        ),
-        *("checkpoint_dir & train.*", "initial_checkpoint_dir & model_name", "tokenizer_dir & model_name & train.*"),
-    ),
-    programs=("litgpt",),
     model=("model_name", "checkpoint_dir"),
     seq_len=("train.max_seq_length",),
     defaults={"precision": "bf16", "zero": 3, "checkpoint_ratio": 0},

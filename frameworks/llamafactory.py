@@ -4,8 +4,7 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_lora, read_quantized, read_stage
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, number
-from .launcher import MICRO_BATCHES, Launcher
+from .framework import Framework, SettingsReader, knob_table, number
 from .trainer import (
     KNOBS as TRAINER,
     conventions,
@@ -15,27 +14,7 @@ from .trainer import (
     write as write_trainer,
 )
 
-KNOBS = KnobTable(
-    KnobSettings(knob="micro_batch", keys=(*TRAINER["micro_batch"].keys, "micro_batch_size")),
-    *(TRAINER[knob] for knob in ("grad_accum", "precision", "fusion", "fused_optimizer", "zero", "offload")),
-    KnobSettings(
-        knob="checkpoint_ratio",
-        alternatives=({1: {"disable_gradient_checkpointing": False}, 0: {"disable_gradient_checkpointing": True}},),
-    ),
-    KnobSettings(
-        knob="kernels", alternatives=({False: {"enable_liger_kernel": False}, True: {"enable_liger_kernel": True}},)
-    ),
-    KnobSettings(
-        knob="attention",
-        alternatives=(
-            {
-                "eager": {"flash_attn": "disabled"},
-                "sdpa": {"flash_attn": "sdpa"},
-                "flash_attention_2": {"flash_attn": "fa2"},
-            },
-        ),
-    ),
-)
+KNOBS = knob_table("llamafactory", TRAINER)
 """LLaMA-Factory's names of the knobs; by default it recomputes every block."""
 
 
@@ -155,53 +134,11 @@ _BOUNDS = (
     "output_dir={trial_dir} save_strategy='\"no\"' eval_strategy='\"no\"' eval_on_start=false report_to=none "
     "push_to_hub=false plot_loss=false load_best_model_at_end=false predict_with_generate=false"
 )
-LAUNCHER = Launcher(
-    name="llamafactory",
-    knobs={
-        "micro_batch": MICRO_BATCHES,
-        "precision": ("fp32", "bf16"),
-        "checkpoint_ratio": (1, 0),
-        "kernels": (False, True),
-    },
-    options=KNOBS.options(
-        "{}={}",
-        {
-            **dict.fromkeys(("micro_batch", "grad_accum", "checkpoint_ratio", "kernels")),
-            "precision": ("fp32", "bf16", "fp16"),
-        },
-    ),
-    short="max_steps=1000",
-    bounds=_BOUNDS,
-    undone=("resume_from_checkpoint=VALUE",),
-)
 FRAMEWORK = Framework(
     name="llamafactory",
     title="LLaMA-Factory",
     knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
-    signs=(
-        *(
-            "finetuning_type",
-            "cutoff_len & template",
-            "stage & template",
-            "disable_gradient_checkpointing",
-            "plot_loss",
-        ),
-        *(
-            "enable_liger_kernel",
-            "pure_bf16",
-            "freeze_trainable_layers",
-            "lora_target & template",
-            "use_unsloth & template",
-        ),
-        *(
-            "model_class & micro_batch_size",
-            "dist_config.name",
-            "cutoff_len & model & micro_batch_size",
-            "peft_config.name & cutoff_len",
-        ),
-    ),
-    programs=("llamafactory-cli", "llamafactory", "train_bash.py", "lmf"),
     model=("model_name_or_path", "model"),
     seq_len=("cutoff_len",),
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 1, "fused_optimizer": True},

@@ -11,8 +11,7 @@ from ..knobs.strategy import Strategy, is_even
 from ..knobs.text import value_text
 from .common import note_order, note_tf32, optimizer_text, read_optimizer
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, number
-from .launcher import Launcher
+from .framework import Framework, SettingsReader, knob_table, number
 from .megatron_model import architecture_of, model_flags
 from .target import Target, hashed, sourced
 
@@ -20,7 +19,6 @@ CHECKED = ("megatron-core", "0.19")
 
 _BACKEND, _DISTRIBUTED, _CUT = "attention-backend", "use-distributed-optimizer", "data-parallel-sharding-strategy"
 _FSDP = "use-megatron-fsdp"
-_FULL = {"recompute-granularity": "full", "recompute-method": "uniform"}
 _SLICES, _CAPACITY = "expert-tensor-parallel-size", "moe-expert-capacity-factor"
 _LAYOUT, _FIRST, _LAST = (
     "pipeline-model-parallel-layout",
@@ -29,73 +27,8 @@ _LAYOUT, _FIRST, _LAST = (
 )
 _LONGEST_LAYOUT = 1 << 16
 """Largest number of characters of a layout after its repetitions are expanded."""
-_CHUNKS, _OLD_CHUNKS = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
-KNOBS = KnobTable(
-    KnobSettings(knob="tp", keys=("tensor-model-parallel-size",)),
-    KnobSettings(knob="pp", keys=("pipeline-model-parallel-size",)),
-    KnobSettings(knob="cp", keys=("context-parallel-size",)),
-    KnobSettings(knob="ep", keys=("expert-model-parallel-size",)),
-    KnobSettings(knob="etp", keys=(_SLICES,)),
-    KnobSettings(knob="capacity_factor", keys=(_CAPACITY,)),
-    KnobSettings(
-        knob="sequence_parallel",
-        alternatives=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},),
-    ),
-    KnobSettings(knob="micro_batch", keys=("micro-batch-size",)),
-    KnobSettings(
-        knob="zero",
-        alternatives=(
-            {
-                0: {_DISTRIBUTED: False},
-                1: {_DISTRIBUTED: True},
-                2: {_DISTRIBUTED: True, _FSDP: True, _CUT: "optim_grads"},
-                3: {_DISTRIBUTED: True, _FSDP: True, _CUT: "optim_grads_params"},
-            },
-            {0: {_FSDP: True, _CUT: "no_shard"}, 1: {_FSDP: True, _CUT: "optim"}},
-            {3: {"use-torch-fsdp2": True}},
-        ),
-    ),
-    KnobSettings(knob="hsdp", keys=("num-distributed-optimizer-instances",)),
-    KnobSettings(
-        knob="offload",
-        alternatives=({"none": {"optimizer-cpu-offload": False}, "optimizer": {"optimizer-cpu-offload": True}},),
-    ),
-    KnobSettings(
-        knob="precision",
-        alternatives=(
-            {
-                "fp32": {"bf16": False, "fp16": False},
-                "bf16": {"bf16": True},
-                "fp16": {"fp16": True},
-                "fp8": {"bf16": True, "fp8-format": "hybrid", "fp8-recipe": "tensorwise"},
-                "fp8_rowwise": {"bf16": True, "fp8-format": "e4m3", "fp8-recipe": "tensorwise"},
-            },
-            {"fp8": {"bf16": True, "fp8-format": "hybrid"}},
-            {"fp8": {"bf16": True, "fp8-format": "e4m3"}},
-            {"fp8": {"bf16": True, "fp8-hybrid": True}},
-        ),
-    ),
-    KnobSettings(
-        knob="reduce_dtype",
-        alternatives=({"fp32": {"grad-reduce-in-bf16": False}, "bf16": {"grad-reduce-in-bf16": True}},),
-    ),
-    KnobSettings(
-        knob="checkpoint_ratio",
-        alternatives=({0: {"recompute-granularity": None}, 1: {**_FULL, "recompute-num-layers": 1}}, {1: _FULL}),
-    ),
-    KnobSettings(
-        knob="attention",
-        alternatives=(
-            {
-                "eager": {_BACKEND: "unfused"},
-                "flash_attention_2": {_BACKEND: "flash"},
-                "flash_attention_3": {_BACKEND: "flash"},
-            },
-            {"flash_attention_2": {"use-flash-attn": True}},
-        ),
-    ),
-    KnobSettings(knob="virtual_stages", keys=(_CHUNKS,)),
-)
+_OLD_CHUNKS = "num-layers-per-virtual-pipeline-stage"
+KNOBS = knob_table("megatron")
 """Megatron-LM's names of the knobs; the accumulation follows from its global batch."""
 _SCRIPTS = {"bert": "pretrain_bert.py", "roberta": "pretrain_bert.py"}
 _WITH_FSDP: Mapping[str, Any] = {"no-gradient-accumulation-fusion": True, "ckpt-format": "fsdp_dtensor"}
@@ -286,27 +219,6 @@ TARGET = Target(
     trains=("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "T5ForConditionalGeneration"),
     uneven=True,
     start=_start,
-)
-
-# Megatron-LM: `torchrun ... pretrain_gpt.py ...`.
-LAUNCHER = Launcher(
-    name="megatron",
-    knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    options=KNOBS.options("--{} {}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep")))
-    | {"grad_accum": "--global-batch-size {global_batch}"},
-    short="--train-iters 1000 --log-interval 1",
-    bounds="--eval-iters 0",
-    # It saves and logs where it gets a folder or a project, and continues from an earlier checkpoint's iteration.
-    undone=tuple(
-        f"--{name} VALUE"
-        for name in ("save", "save-interval", "load", "tensorboard-dir", "wandb-project", "wandb-exp-name")
-    ),
-    instead={"--train-iters": "--train-samples"},
-    total="--global-batch-size",
-    # Its arguments: "all distributed communication operations will be skipped"; WORLD_SIZE and RANK name the emulated rank.
-    emulated="--fake-process-group",
-    emulated_env=("WORLD_SIZE={devices}", "RANK=0", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29500"),
-    several=("tp", "pp"),
 )
 
 
@@ -539,37 +451,6 @@ FRAMEWORK = Framework(
     title="Megatron-LM",
     knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
-    signs=(
-        *(
-            "tensor_model_parallel_size & micro_batch_size",
-            "tensor_model_parallel_size & num_layers",
-            "use_distributed_optimizer",
-        ),
-        *(
-            "num_layers & hidden_size & num_attention_heads & micro_batch_size",
-            "pipeline_model_parallel_size & micro_batch_size",
-        ),
-        *(
-            "recompute_granularity",
-            "transformer_impl",
-            "use_mcore_models",
-            "train_iters & micro_batch_size",
-            "train_samples & micro_batch_size",
-        ),
-        *(
-            "num_layers_per_virtual_pipeline_stage",
-            "num_layers & hidden_size & num_attention_heads & seq_length",
-            "use_megatron_fsdp",
-        ),
-        "micro_batch_size & global_batch_size & seq_length",
-    ),
-    programs=(
-        *(
-            f"pretrain_{model}.py"
-            for model in ("gpt", "bert", "t5", "mamba", "vlm", "vision_*", "retro", "ict", "llama*")
-        ),
-        *("examples/multimodal/train.py", "*megatron*/pretrain*.py"),
-    ),
     seq_len=("seq-length", "encoder-seq-length"),
     defaults=DEFAULTS,
     ignored=IGNORED,

@@ -4,33 +4,14 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_optimizer
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader
+from .framework import Framework, SettingsReader, knob_table
 
 _MODEL, _MODE = "model.model_config.", "parallelism.tp_mode"
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "max_position_embeddings", "tie_word_embeddings", "hidden_act"),
 )
-KNOBS = KnobTable(
-    KnobSettings(knob="micro_batch", keys=("tokens.micro_batch_size",)),
-    KnobSettings(knob="grad_accum", keys=("tokens.batch_accumulation_per_replica",)),
-    *(KnobSettings(knob=knob, keys=(f"parallelism.{knob}",)) for knob in ("tp", "pp")),
-    KnobSettings(knob="cp", keys=("parallelism.context_parallel_size",)),
-    KnobSettings(knob="ep", keys=("parallelism.expert_parallel_size",)),
-    KnobSettings(
-        knob="pipeline_schedule",
-        alternatives=({"1f1b": {"parallelism.pp_engine": "1f1b"}, "gpipe": {"parallelism.pp_engine": "afab"}},),
-    ),
-    KnobSettings(knob="zero", alternatives=({stage: {"optimizer.zero_stage": stage} for stage in (0, 1)},)),
-    KnobSettings(
-        knob="checkpoint_ratio",
-        alternatives=({value: {"parallelism.recompute_layer": bool(value)} for value in (0, 1)},),
-    ),
-    KnobSettings(
-        knob="fused_optimizer",
-        alternatives=({value: {"optimizer.optimizer_factory.torch_adam_is_fused": value} for value in (False, True)},),
-    ),
-)
+KNOBS = knob_table("nanotron")
 """nanotron's names of the knobs; its replicas follow from several (`write`)."""
 
 
@@ -62,15 +43,6 @@ FRAMEWORK = Framework(
     name="nanotron",
     title="nanotron",
     knobs=KNOBS,
-    signs=(
-        *(
-            "tokens.micro_batch_size",
-            "parallelism.pp_engine",
-            "parallelism.tp_mode",
-            "tokens.batch_accumulation_per_replica",
-        ),
-        *("parallelism.recompute_layer", "optimizer.zero_stage", "model.model_config.*"),
-    ),
     seq_len=("tokens.sequence_length",),
     defaults={"grad_accum": 1, "precision": "bf16_pure", "zero": 0, "checkpoint_ratio": 0, "fused_optimizer": True},
     read=read,

@@ -20,6 +20,7 @@ from .framework import (
     flattened,
     harmless_settings,
     is_harmless,
+    other_trainers,
     plain,
     signs_among,
 )
@@ -31,35 +32,6 @@ SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash")
 """File endings that are recognised."""
 COMMAND = "the command"
 """Name of a command in messages, as the path is that of a file."""
-
-OTHERS: Mapping[str, tuple[str, ...]] = {
-    "NeMo 1": (
-        "exp_manager*",
-        "model.mcore_gpt",
-        "model.megatron_amp_o2",
-        "model.tensor_model_parallel_size & trainer.*",
-    ),
-    "torchtune": ("*._component_",),
-    "LLM Foundry": ("device_train_microbatch_size", "max_duration & model.*"),
-    "verl": ("actor_rollout_ref.*",),
-    "OpenRLHF": ("micro_train_batch_size", "micro_train_batch_size & pretrain"),
-    "open-instruct": ("dataset_mixer_list*", "with_tracking & per_device_train_batch_size"),
-    "DeepSpeed-Chat": (
-        "only_optimize_lora",
-        "lora_module_name",
-        "actor_model_name_or_path",
-        "data_split & data_path & zero_stage",
-    ),
-    "FlagScale": ("experiment.runner.*", "experiment.task.*", "system.tensor_model_parallel_size"),
-    "PaddleNLP": (
-        "tensor_parallel_degree & per_device_train_batch_size",
-        "sharding_parallel_degree",
-        "fuse_attention_qkv",
-    ),
-    "ms-swift": ("train_type & per_device_train_batch_size", "tuner_type & per_device_train_batch_size"),
-    "a Hydra project": ("trainer._target_", "model._target_", "hydra.*"),
-}
-"""What only files and commands of trainers have that are not read."""
 
 
 def read(
@@ -121,7 +93,7 @@ def _unrecognised(source: str | Sequence[str], settings: Settings) -> str:
 
 def _other(settings: Settings) -> str | None:
     """A trainer that is not read and alone has some of these settings."""
-    return next((title for title, signs in OTHERS.items() if signs_among(signs, settings)), None)
+    return next((title for title, signs in other_trainers().items() if signs_among(signs, settings)), None)
 
 
 SourcesAndFacts = tuple[list[SettingsSource], dict[str, Any]]
@@ -298,21 +270,20 @@ def _source(framework: str, settings: Mapping[str, Any], where: str, form: str) 
 # -- commands -------------------------------------------------------------------------------------------------
 
 _FLAGS = frozenset(
-    [
-        "standalone",
-        "no_python",
-        "module",
-        "multi_gpu",
-        "use_fsdp",
-        "use_deepspeed",
-        "cpu",
-        "use_cpu",
-        "no_local_rank",
-        "exclusive",
-        "debug",
-        "quiet",
-        "same_network",
-    ]
+    (
+        *(
+            "standalone",
+            "no_python",
+            "module",
+            "multi_gpu",
+            "use_fsdp",
+            "use_deepspeed",
+            "cpu",
+            "use_cpu",
+            "no_local_rank",
+        ),
+        *("exclusive", "debug", "quiet", "same_network"),
+    )
 )
 """Options of launchers without a value."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")

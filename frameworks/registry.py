@@ -4,7 +4,7 @@ import functools
 from types import ModuleType
 
 from ..base.errors import UsageError, unknown
-from .framework import Framework
+from .framework import Framework, settings_of
 from .launcher import Launcher
 
 LAUNCHERS = (
@@ -45,8 +45,10 @@ def find_launcher(name: str) -> Launcher:
     """
     if name not in LAUNCHERS:
         raise UsageError(unknown("launcher", name, LAUNCHERS))
-    launcher: Launcher = _modules()[name].LAUNCHER
-    return launcher
+    section = settings_of(name)["launcher"]
+    return Launcher(
+        name=name, **{field: tuple(value) if isinstance(value, list) else value for field, value in section.items()}
+    )
 
 
 def find_framework(name: str) -> Framework:

@@ -24,24 +24,10 @@ PROGRAMS = (
 """Programs that start a training."""
 _SHELLS = ("sh", "bash", "eval")
 _OTHERS = (
-    "echo",
-    "printf",
-    "cd",
-    "mkdir",
-    "rm",
-    "cp",
-    "ls",
-    "cat",
-    "pip",
-    "pip3",
-    "conda",
-    "module",
-    "sleep",
-    "git",
+    *("echo", "printf", "cd", "mkdir", "rm", "cp", "ls", "cat", "pip", "pip3", "conda", "module", "sleep", "git"),
     "wget",
 )
 """Programs of scripts that start no training."""
-_UNSET = re.compile(r"\$")
 _MOST_WORDS, _DEEPEST = 20_000, 4
 _NAME = re.compile(r"(?:export|local|declare|readonly|typeset)?(?:\s+-\w+)*\s*([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(\w+|[@*#?])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
@@ -386,71 +372,37 @@ class _Script:
     def words(self, text: str, *, split: bool = True, keep_empty: bool = False) -> list[str]:
         """Words of a text, with variables filled in; without `split` one word."""
         words: list[str] = []
-        word, open_word, position = "", False, 0
-
-        def end() -> None:
-            nonlocal word, open_word
-            if open_word and (word or keep_empty or not split or quoted):
-                words.append(word)
-            word, open_word = "", False
-
-        quoted = False
+        word: str | None = None
+        quoted, position = False, 0
         while position < len(text) and len(words) < _MOST_WORDS:
-            char = text[position]
-            if char in " \t\n" and split:
-                end()
-                quoted = False
-            elif char == "'":
-                close = text.find("'", position + 1)
-                close = len(text) if close < 0 else close
-                word, open_word, quoted = word + text[position + 1 : close], True, True
-                position = close
+            char, following = text[position], text[position + 1 : position + 2]
+            if char in " \t\n" and split and not quoted:
+                words += [] if word is None else [word]
+                word, position = None, position + 1
+            elif char == "'" and not quoted:
+                literal = text[position + 1 :].partition("'")[0]
+                word, position = (word or "") + literal, position + len(literal) + 2
             elif char == '"':
-                close = _closing(text, position)
-                pieces = self._quoted(text[position + 1 : close])
+                quoted, position = not quoted, position + 1
+                word = word or "" if quoted else word
+            elif char == "\\" and following and (not quoted or following in '$`"\\'):
+                word, position = (word or "") + following, position + 2
+            elif char in "$`":
+                values, end = self._expanded(text, position)
+                is_array = text[position:end].endswith(("[@]}", "$@"))
+                pieces = values if quoted and is_array else [" ".join(values)]
+                if split and not quoted and not pieces[0].startswith("$"):
+                    pieces = re.split(r"[ \t\n]+", pieces[0])
                 for number, piece in enumerate(pieces):
                     if number:
-                        end()
-                    word, open_word, quoted = word + piece, True, True
-                position = close
-            elif char == "\\" and position + 1 < len(text):
-                word, open_word, position = word + text[position + 1], True, position + 1
-            elif char in "$`":
-                values, position = self._expanded(text, position)
-                joined = " ".join(values)
-                for number, piece in enumerate(
-                    re.split(r"[ \t\n]+", joined) if split and not _UNSET.match(joined) else [joined]
-                ):
-                    if number:
-                        end()
-                    word, open_word = word + piece, open_word or bool(piece) or keep_empty
-                continue
+                        words += [] if word is None else [word]
+                        word = None
+                    if piece or quoted or keep_empty or word is not None:
+                        word = (word or "") + piece
+                word, position = word if pieces else word or None, end
             else:
-                word, open_word = word + char, True
-            position += 1
-        end()
-        return words
-
-    def _quoted(self, text: str) -> list[str]:
-        """Pieces of a text in double quotes: one, or those of an array."""
-        pieces, position = [""], 0
-        while position < len(text):
-            if text[position] == "\\" and text[position + 1 : position + 2] in tuple('$`"\\'):
-                pieces[-1] += text[position + 1]
-                position += 2
-            elif text[position] in "$`":
-                values, end = self._expanded(text, position)
-                if text[position:end].endswith("[@]}") or text[position:end] == "$@":
-                    head, *tail = values or [""]
-                    pieces[-1] += head
-                    pieces += tail
-                else:
-                    pieces[-1] += " ".join(values)
-                position = end
-            else:
-                pieces[-1] += text[position]
-                position += 1
-        return [] if pieces == [""] and text in ("$@", "$*") else pieces
+                word, position = (word or "") + char, position + 1
+        return words if word is None else [*words, word]
 
     def _expanded(self, text: str, start: int) -> tuple[list[str], int]:
         """Values of the expansion at a position, and the position after it; one that is not known stays as written."""

@@ -16,8 +16,7 @@ from .common import (
     read_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, plain
-from .launcher import Launcher
+from .framework import Framework, SettingsReader, knob_table, plain
 from .target import Target, hashed
 
 CHECKED = ("torchtitan", "0.3")
@@ -48,9 +47,7 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _LOCAL, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
 _REPLICATE, _SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
 _PIECE = "parallelism.pipeline_parallel_microbatch_size"
-_MODE, _COMPILE, _OFFLOAD = "activation_checkpoint.mode", "compile.enable", "training.enable_cpu_offload"
-_BF16 = {_DTYPE: "float32", _PARAM: "bfloat16"}
-_NAMES = {name: schedule.made_by.removeprefix("Schedule") for name, schedule in PIPELINE_SCHEDULES.items()}
+_MODE, _COMPILE = "activation_checkpoint.mode", "compile.enable"
 _COMPONENTS = "compile.components"
 _FURTHER: Mapping[str, Mapping[str, Any]] = {
     f"deepseek_v3_{size}": {"parallelism.expert_parallel_degree": ep, _COMPILE: True, _COMPONENTS: ["loss"]}
@@ -64,56 +61,7 @@ _BY_SEVERAL = {
     "zero": (_SHARD, _REPLICATE, _RESHARD, "training.data_parallel_shard_degree", "training.data_parallel_degree"),
 }
 """Knobs that `read` finds, with the settings that they follow from."""
-KNOBS = KnobTable(
-    KnobSettings(
-        knob="precision",
-        alternatives=(
-            {
-                "fp32": {_DTYPE: "float32", _PARAM: "float32"},
-                "bf16": _BF16,
-                "bf16_pure": {_DTYPE: "bfloat16", _PARAM: "bfloat16"},
-            },
-        ),
-    ),
-    KnobSettings(knob="cp", keys=("parallelism.context_parallel_degree", "experimental.context_parallel_degree")),
-    KnobSettings(knob="ep", keys=("parallelism.expert_parallel_degree",)),
-    KnobSettings(knob="tp", keys=("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")),
-    KnobSettings(knob="sequence_parallel", alternatives=({False: {_SEQUENCE: False}, True: {_SEQUENCE: True}},)),
-    KnobSettings(knob="pp", keys=("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")),
-    KnobSettings(
-        knob="pipeline_schedule",
-        alternatives=tuple(
-            {name: {key: schedule} for name, schedule in _NAMES.items()}
-            for key in (_SCHEDULE, "experimental.pipeline_parallel_schedule")
-        ),
-    ),
-    KnobSettings(
-        knob="fused_optimizer",
-        alternatives=(
-            {True: {"optimizer.implementation": "fused"}, False: {"optimizer.implementation": "foreach"}},
-            {False: {"optimizer.implementation": "for-loop"}},
-            {True: {"optimizer.fused": True}, False: {"optimizer.fused": False}},
-        ),
-    ),
-    KnobSettings(
-        knob="fusion",
-        alternatives=(
-            {False: {_COMPILE: False}, True: {_COMPILE: True}},
-            {False: {"training.compile": False}, True: {"training.compile": True}},
-        ),
-    ),
-    KnobSettings(knob="checkpoint_ratio", alternatives=({0: {_MODE: "none"}, 1: {_MODE: "full"}},)),
-    KnobSettings(
-        knob="offload",
-        alternatives=(
-            {"none": {_OFFLOAD: False}, "optimizer": {_OFFLOAD: True}},
-            {
-                "none": {"experimental.enable_cpu_offload": False},
-                "optimizer": {"experimental.enable_cpu_offload": True},
-            },
-        ),
-    ),
-)
+KNOBS = knob_table("torchtitan")
 """torchtitan's names of the knobs; its batch and its replicas follow from several knobs (`write`)."""
 
 
@@ -308,35 +256,6 @@ TARGET = Target(
     sequences=("cp",),
     trains=("ForCausalLM", "LMHeadModel"),
     start=lambda setup, file: f"bash {file}",
-)
-
-# torchtitan: `torchrun ... -m torchtitan.train --module ... --config ...`.
-LAUNCHER = Launcher(
-    name="torchtitan",
-    knobs={
-        "micro_batch": (1, 2, 4, 8, 16),
-        "tp": (1, 2, 4, 8),
-        "pp": (1, 2, 4),
-    },
-    options={"micro_batch": f"--{_LOCAL} {{micro_batch}}", "grad_accum": f"--{_GLOBAL} {{global_batch}}"}
-    | KNOBS.options("--{} {}", dict.fromkeys(("tp", "pp", "cp", "ep"))),
-    short="--training.steps 1000 --metrics.log_freq 1",
-    bounds=(
-        "--dump_folder {trial_dir} --checkpoint.no_enable --validator.no_enable --metrics.no_enable_tensorboard "
-        "--metrics.no_enable_wandb --profiler.no_enable_profiling"
-    ),
-    undone=tuple(
-        f"--{name}"
-        for name in (
-            *("checkpoint.enable", "validator.enable", "metrics.enable_tensorboard", "metrics.enable_wandb"),
-            "profiler.enable_profiling",
-        )
-    ),
-    total=f"--{_GLOBAL}",
-    # As its run_train.sh does with COMM_MODE=fake_backend.
-    emulated="--comm.mode fake_backend",
-    emulated_env=("NGPU={devices}", "RANK=0", "LOCAL_RANK=0"),
-    several=("tp", "pp"),
 )
 
 
@@ -567,34 +486,6 @@ FRAMEWORK = Framework(
     title="torchtitan",
     knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
-    signs=(
-        *(
-            "training.local_batch_size",
-            "activation_checkpoint.mode",
-            "parallelism.*_parallel_degree",
-            "model.flavor",
-            "job.config_file",
-        ),
-        *(
-            "parallelism.data_parallel_*_degree",
-            "parallelism.*enable_sequence_parallel",
-            "activation_checkpoint.selective_ac_option",
-        ),
-        *(
-            "job.dump_folder",
-            "training.mixed_precision_param",
-            "compile.components",
-            "training.data_parallel_*_degree",
-            "module & config",
-        ),
-        *(
-            "model.tokenizer_path",
-            "model.hf_assets_path",
-            "experimental.pipeline_parallel_degree",
-            "metrics.log_freq & training.seq_len",
-        ),
-    ),
-    programs=("torchtitan.train", "torchtitan/train.py", "train.py --job.config_file*"),
     seq_len=("training.seq_len",),
     defaults={"precision": "bf16", "fused_optimizer": True, "fusion": False},
     conventions=conventions,

@@ -24,8 +24,7 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested, text_of
-from .launcher import MICRO_BATCHES, Launcher
+from .framework import Framework, SettingsReader, knob_table, nested, text_of
 from .target import Target, as_json, as_yaml
 
 CHECKED = ("transformers", "5.23")
@@ -33,55 +32,9 @@ CHECKED = ("transformers", "5.23")
 AVERAGING = ("bert", "roberta", "albert", "t5")
 """Families whose models average their loss themselves, although their forward accepts any keyword."""
 
-_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing")
 _RESHARD = "fsdp_config.reshard_after_forward"
 _EVERY = "activation_checkpointing_kwargs.every_n_layers"
-KNOBS = KnobTable(
-    KnobSettings(knob="micro_batch", keys=("per_device_train_batch_size", "per_gpu_train_batch_size")),
-    KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
-    KnobSettings(
-        knob="precision",
-        alternatives=(
-            {
-                "fp32": {"bf16": False, "fp16": False},
-                "bf16": {"bf16": True, "fp16": False},
-                "fp16": {"bf16": False, "fp16": True},
-                "tf32": {"bf16": False, "fp16": False, "tf32": True},
-            },
-        ),
-    ),
-    KnobSettings(
-        knob="checkpoint_ratio", alternatives=tuple({0: {name: False}, 1: {name: True}} for name in _CHECKPOINTING)
-    ),
-    KnobSettings(knob="fusion", alternatives=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
-    KnobSettings(
-        knob="kernels", alternatives=({False: {"use_liger_kernel": False}, True: {"use_liger_kernel": True}},)
-    ),
-    KnobSettings(
-        knob="fused_optimizer",
-        alternatives=({True: {"optim": "adamw_torch_fused"}, False: {"optim": "adamw_torch"}},),
-        has_other_values=True,
-    ),
-    KnobSettings(
-        knob="zero",
-        alternatives=(
-            {
-                0: {"fsdp": None},
-                2: {"fsdp": True, _RESHARD: False},
-                3: {"fsdp": True, _RESHARD: True},
-            },
-            {
-                2: {"fsdp": "shard_grad_op auto_wrap"},
-                3: {"fsdp": "full_shard auto_wrap"},
-            },
-        ),
-    ),
-    KnobSettings(
-        knob="offload",
-        alternatives=({"none": {"fsdp_config.cpu_offload": False}, "optimizer": {"fsdp_config.cpu_offload": True}},),
-    ),
-    KnobSettings(knob="attention", keys=("attn_implementation",)),
-)
+KNOBS = knob_table("trainer")
 """TrainingArguments' names of the knobs. The older form of FSDP is one text, `full_shard auto_wrap offload`."""
 
 
@@ -280,39 +233,6 @@ TARGET = Target(
     start=lambda setup, file: f"{setup.torchrun()} train.py {file}",
 )
 
-# transformers.Trainer: a script whose arguments are TrainingArguments, by HfArgumentParser.
-LAUNCHER = Launcher(
-    name="trainer",
-    knobs={
-        "micro_batch": MICRO_BATCHES,
-        "precision": ("fp32", "bf16"),
-        "checkpoint_ratio": (0, 1),
-        "fusion": (False, True),
-        "optim": ("adamw_torch_fused", "adamw_torch"),
-    },
-    options=KNOBS.options(
-        "--{} {}",
-        {
-            **dict.fromkeys(("micro_batch", "grad_accum", "checkpoint_ratio", "fusion", "kernels")),
-            "precision": ("fp32", "bf16", "fp16"),
-        },
-    )
-    | {"optim": "--optim {optim}"},
-    short="--max_steps 1000",
-    bounds=(
-        "--output_dir {trial_dir} --eval_on_start false --eval_strategy no --save_strategy no --push_to_hub false "
-        "--report_to none"
-    ),
-    # The first needs evaluations, the second would continue behind the last step, the third is Seq2SeqTrainer's, and the
-    # last one has another name now.
-    undone=(
-        "--load_best_model_at_end",
-        "--resume_from_checkpoint VALUE",
-        "--predict_with_generate",
-        "--evaluation_strategy VALUE",
-    ),
-)
-
 
 def prepare(reader: SettingsReader) -> None:
     """Fills in the defaults of TrainingArguments for missing FSDP settings."""
@@ -406,35 +326,6 @@ SEQ_LEN = (
     "seq_length",
 )
 """Arguments for the tokens of a sample."""
-PROGRAMS = tuple(
-    f"run_{task}.py"
-    for task in (
-        *(
-            "clm",
-            "mlm",
-            "plm",
-            "fim",
-            "glue",
-            "xnli",
-            "qa",
-            "seq2seq_qa",
-            "swag",
-            "summarization",
-            "translation",
-            "classification",
-        ),
-        *(
-            "ner",
-            "mae",
-            "mim",
-            "image_classification",
-            "audio_classification",
-            "speech_recognition_*",
-            "semantic_segmentation",
-        ),
-    )
-)
-"""Scripts of transformers' examples."""
 
 
 def option(name: str, value: Any, reader: SettingsReader) -> str:
@@ -453,42 +344,6 @@ FRAMEWORK = Framework(
     title="transformers.Trainer",
     knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
-    signs=(
-        "eval_strategy & per_device_train_batch_size",
-        *(
-            f"{name} & per_device_*_batch_size"
-            for name in (
-                "bf16",
-                "fp16",
-                "tf32",
-                "optim",
-                "save_strategy",
-                "fsdp",
-                "torch_compile",
-                "save_total_limit",
-                "adam_beta2",
-            )
-        ),
-        *(
-            "logging_nan_inf_filter",
-            "ddp_find_unused_parameters",
-            "evaluation_strategy",
-            "overwrite_output_dir & do_train",
-        ),
-        *(
-            "gradient_checkpointing_kwargs*",
-            "remove_unused_columns",
-            "group_by_length",
-            "use_liger_kernel",
-            "logging_strategy",
-        ),
-        *(
-            "optim & gradient_accumulation_steps",
-            "eval_strategy & output_dir",
-            "fsdp_config.transformer_layer_cls_to_wrap & fsdp",
-        ),
-    ),
-    programs=PROGRAMS,
     model=MODEL,
     seq_len=SEQ_LEN,
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "fused_optimizer": True},

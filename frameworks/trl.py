@@ -61,22 +61,6 @@ FRAMEWORK = Framework(
     title="TRL",
     knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
-    signs=(
-        *(
-            "use_peft",
-            "model_name_or_path & load_in_4bit",
-            "model_name_or_path & lora_target_modules",
-            "max_prompt_length",
-        ),
-        *("max_completion_length", "num_generations", "beta & loss_type", "dataset_text_field", "assistant_only_loss"),
-        *("completion_only_loss", "dataset_mixer", "dataset_mixer.*", "max_length & per_device_train_batch_size"),
-        *(
-            "max_seq_length & packing & per_device_train_batch_size",
-            "precompute_ref_log_probs",
-            "dataset_num_proc & output_dir",
-        ),
-    ),
-    programs=("trl", *(f"*scripts/{kind}.py" for kind in ("sft", "dpo", "kto", "grpo", "reward", "rloo"))),
     model=MODEL,
     seq_len=("max_length", "max_seq_length", *SEQ_LEN),
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "bf16", "checkpoint_ratio": 1, "fused_optimizer": True},

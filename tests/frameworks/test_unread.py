@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 import pytest
 from redline.base.errors import UsageError
 from redline.frameworks import read
-from redline.frameworks.framework import harmless_settings, is_harmless, plain
-from redline.frameworks.reading import OTHERS
+from redline.frameworks.framework import harmless_settings, is_harmless, other_trainers, plain
 from redline.frameworks.registry import FRAMEWORKS, find_framework
 
 
@@ -151,7 +150,7 @@ def test_a_file_of_another_trainer_is_refused_by_its_name_and_read_as_what_is_as
 
 def test_no_sign_of_a_framework_is_one_of_another_trainer():
     signs = {sign for name in FRAMEWORKS for sign in find_framework(name).signs}
-    assert not signs & {sign for others in OTHERS.values() for sign in others}
+    assert not signs & {sign for others in other_trainers().values() for sign in others}
     for name in FRAMEWORKS:
         for sign in find_framework(name).signs:
             settings = dict.fromkeys(part.replace("*", "x") for part in sign.split(" & "))
