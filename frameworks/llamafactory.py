@@ -97,6 +97,8 @@ def _read_frozen(reader: SettingsReader) -> None:
         return
     reader.facts["trained_blocks"] = count
     reader.conventions["frozen_bits"] = 16
+    if count > 0:
+        reader.note("finetuning_type = freeze: backward ends at the trained blocks, so that a step is faster than predicted")
 
 
 def _read_blocks_in_turn(reader: SettingsReader) -> None:

@@ -40,8 +40,9 @@ def _frozen(part: Part) -> Part:
 
 
 def _passed(part: Part) -> Part:
-    """A frozen block before all trained ones, which keeps nothing for backward."""
-    return replace(_frozen(part), saved=PerToken(), boundary=0.0, saved_fixed=0.0)
+    """A frozen block before all trained ones, which keeps nothing for backward. Its backward is not free here, as it is in fact:
+    one product of each matrix is counted."""
+    return replace(_frozen(part), saved=PerToken(), boundary=0.0, saved_fixed=0.0, traffic_backward=PerToken())
 
 
 def low_rank_share(facts: ModelFacts, rank: int) -> float:

@@ -1,0 +1,67 @@
+"""Trainings of some blocks, and optimizers of low rank: what is trained has gradients and states, the rest has weights."""
+
+import pytest
+from redline.estimator.estimator import Estimator
+from redline.estimator.facts.model_facts import ModelFacts
+from redline.estimator.facts.partly_trained import PartlyTrained, low_rank_share
+from redline.estimator.hardware import find_hardware
+from redline.estimator.setup import TrainingSetup
+
+MIB = 2.0**20
+FACTS = ModelFacts.from_shape(layers=8, hidden=1024, heads=8, intermediate=4096, vocabulary=32000)
+BLOCK = next(part for part in FACTS.parts if part.role == "block")
+
+
+def terms(source, **setup):
+    base = {"devices": 1, "seq_len": 1024, "precision": "bf16_pure"}
+    estimator = Estimator(source, find_hardware("a100-80gb"), TrainingSetup(**{**base, **setup}))
+    estimate = estimator({"micro_batch": 2})
+    return {name.partition(".")[2]: value for name, value in estimate.breakdown.items() if name.startswith("memory.")}
+
+
+@pytest.mark.parametrize(("blocks", "last"), [(2, True), (3, False), (8, True)])
+def test_only_trained_blocks_have_gradients_and_states(blocks, last):
+    found = terms(PartlyTrained(FACTS, blocks, last=last))
+    trained = blocks * BLOCK.parameters
+    assert found["parameters"] == pytest.approx(2 * FACTS.parameters / MIB)
+    assert found["optimizer"] == pytest.approx(4 * trained / MIB)
+    assert terms(PartlyTrained(FACTS, blocks, last=last), gradients_stay=True)["gradients"] == pytest.approx(2 * trained / MIB)
+
+
+def test_blocks_before_the_trained_ones_keep_nothing_for_backward():
+    everything, last, any_two = (
+        terms(source)["activations"]
+        for source in (FACTS, PartlyTrained(FACTS, 2, last=True), PartlyTrained(FACTS, 2, last=False))
+    )
+    assert last < 0.3 * everything and any_two == pytest.approx(everything)
+
+
+def test_frozen_blocks_save_time():
+    hardware, setup = find_hardware("a100-80gb"), TrainingSetup(devices=1, seq_len=1024)
+    full, frozen = (
+        Estimator(source, hardware, setup)({"micro_batch": 8}).step_ms for source in (FACTS, PartlyTrained(FACTS, 1, last=True))
+    )
+    assert frozen < 0.9 * full
+
+
+def test_states_of_low_rank_are_those_of_the_longer_dimension_and_a_projection():
+    rank = 64
+    matrices = sum(item.k * item.n * item.count for item in BLOCK.matmuls)
+    kept = sum(
+        item.count * (rank * max(item.k, item.n) + rank * min(item.k, item.n) / 2) for item in BLOCK.matmuls
+    )
+    share = low_rank_share(FACTS, rank)
+    assert share == pytest.approx(1 - 8 * (matrices - kept) / FACTS.parameters)
+    assert low_rank_share(FACTS, 10**6) >= 1  # no projection makes anything smaller then
+    full, low = terms(FACTS), terms(FACTS, state_share=share)
+    assert low["optimizer"] == pytest.approx(share * full["optimizer"]) and low["parameters"] == full["parameters"]
+
+
+def test_deepspeed_widens_a_ranks_gradients_at_the_update():
+    def peak(**setup):
+        found = terms(FACTS, devices=4, zero=setup.pop("zero", 1), master_weights="fp32", gradient_dtype="bf16", **setup)
+        return sum(found.values())
+
+    widened = (2 + 4) * FACTS.parameters / 4 / MIB
+    assert 0 < peak(deepspeed_offload=True, seq_len=1) - peak(seq_len=1) <= 1.2 * widened
+    assert peak(deepspeed_offload=True, zero=3) == pytest.approx(peak(zero=3))
