@@ -282,11 +282,8 @@ def read(reader: SettingsReader) -> None:
                 reader.knobs[knob] = degree
     if engine == "DEEPSPEED":
         offloads = str(reader.get("deepspeed_config.offload_param_device") or "none") != "none"
-        overridden = dict.fromkeys(("parameter_dtype", "gradient_dtype"), None) | {
-            "pieces": False,
-            "unsharded_gradients": False,
-        }
-        reader.conventions |= {**overridden, **deepspeed.conventions(reader.knobs), "offload_weights": offloads}
+        deepspeed.read_engine(reader)
+        reader.conventions["offload_weights"] = offloads
     processes = reader.whole("num_processes")
     if processes is not None:
         reader.facts["devices"] = processes

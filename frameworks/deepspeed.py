@@ -242,6 +242,12 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**formats, "deepspeed_offload": True}
 
 
+def read_engine(reader: SettingsReader) -> None:
+    """Takes DeepSpeed's formats and reductions in place of those of the trainer that starts its engine."""
+    reader.conventions |= dict.fromkeys(("parameter_dtype", "gradient_dtype"))
+    reader.conventions |= {"pieces": False, "unsharded_gradients": False, **conventions(reader.knobs)}
+
+
 def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the global batch, if the file has it."""
     if not reader.has("train_batch_size"):

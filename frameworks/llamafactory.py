@@ -31,7 +31,12 @@ def prepare(reader: SettingsReader) -> None:
         if str(reader.get("dist_config.name") or "") == "fsdp2":
             reader.set("fsdp", True)
         reader.set("finetuning_type", reader.get("peft_config.name") or "full")
-        for name, setting in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_target")):
+        for name, setting in (
+            ("r", "lora_rank"),
+            ("lora_alpha", "lora_alpha"),
+            ("lora_dropout", "lora_dropout"),
+            ("target_modules", "lora_target"),
+        ):
             if (value := reader.get(f"peft_config.{name}")) is not None:
                 reader.set(setting, value)
         if reader.has("quant_config.name"):
@@ -98,7 +103,9 @@ def _read_frozen(reader: SettingsReader) -> None:
     reader.facts["trained_blocks"] = count
     reader.conventions["frozen_bits"] = 16
     if count > 0:
-        reader.note("finetuning_type = freeze: backward ends at the trained blocks, so that a step is faster than predicted")
+        reader.note(
+            "finetuning_type = freeze: backward ends at the trained blocks, so that a step is faster than predicted"
+        )
 
 
 def _read_blocks_in_turn(reader: SettingsReader) -> None:

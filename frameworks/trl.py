@@ -1,5 +1,6 @@
 """TRL: `trl sft --config FILE`, its scripts and their YAML; arguments of the Trainer, and some of its own."""
 
+from . import deepspeed
 from .common import read_lora, read_quantized, read_stage
 from .framework import Framework, SettingsReader
 from .trainer import KNOBS, MODEL, SEQ_LEN, conventions, option, prepare, read as read_trainer, write
@@ -49,11 +50,26 @@ def _read(reader: SettingsReader) -> None:
     read_stage(reader, SUBCOMMAND, f"trl {kind}", reference=reference)
     if reader.flag("activation_offloading"):
         reader.conventions["offload_activations"] = True
+    _read_accelerate(reader)
     loss = reader.get("loss_type")
     if kind == "sft" and loss == "chunked_nll" and not reader.flag("use_liger_kernel"):
         reader.conventions["loss"] = "chunked"
     if kind == "sft" and not reader.flag("packing"):
         reader.note("samples may be shorter than max_length (no packing): the estimate is of full ones")
+
+
+def _read_accelerate(reader: SettingsReader) -> None:
+    """Reads the devices, and the configurations of accelerate that `trl` has by name (trl/accelerate_configs)."""
+    if (processes := reader.whole("num_processes")) is not None:
+        reader.facts["devices"] = processes
+    name = str(reader.get("accelerate_config") or "multi_gpu")
+    if name in ("fsdp1", "fsdp2"):
+        reader.knobs["zero"] = 3
+    elif name in ("zero1", "zero2", "zero3"):
+        reader.knobs["zero"] = int(name[-1])
+        deepspeed.read_engine(reader)
+    elif name not in ("single_gpu", "multi_gpu"):
+        reader.misunderstood("accelerate_config")
 
 
 FRAMEWORK = Framework(

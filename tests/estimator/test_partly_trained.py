@@ -25,7 +25,9 @@ def test_only_trained_blocks_have_gradients_and_states(blocks, last):
     trained = blocks * BLOCK.parameters
     assert found["parameters"] == pytest.approx(2 * FACTS.parameters / MIB)
     assert found["optimizer"] == pytest.approx(4 * trained / MIB)
-    assert terms(PartlyTrained(FACTS, blocks, last=last), gradients_stay=True)["gradients"] == pytest.approx(2 * trained / MIB)
+    assert terms(PartlyTrained(FACTS, blocks, last=last), gradients_stay=True)["gradients"] == pytest.approx(
+        2 * trained / MIB
+    )
 
 
 def test_blocks_before_the_trained_ones_keep_nothing_for_backward():
@@ -39,7 +41,8 @@ def test_blocks_before_the_trained_ones_keep_nothing_for_backward():
 def test_frozen_blocks_save_time():
     hardware, setup = find_hardware("a100-80gb"), TrainingSetup(devices=1, seq_len=1024)
     full, frozen = (
-        Estimator(source, hardware, setup)({"micro_batch": 8}).step_ms for source in (FACTS, PartlyTrained(FACTS, 1, last=True))
+        Estimator(source, hardware, setup)({"micro_batch": 8}).step_ms
+        for source in (FACTS, PartlyTrained(FACTS, 1, last=True))
     )
     assert frozen < 0.9 * full
 
@@ -47,9 +50,7 @@ def test_frozen_blocks_save_time():
 def test_states_of_low_rank_are_those_of_the_longer_dimension_and_a_projection():
     rank = 64
     matrices = sum(item.k * item.n * item.count for item in BLOCK.matmuls)
-    kept = sum(
-        item.count * (rank * max(item.k, item.n) + rank * min(item.k, item.n) / 2) for item in BLOCK.matmuls
-    )
+    kept = sum(item.count * (rank * max(item.k, item.n) + rank * min(item.k, item.n) / 2) for item in BLOCK.matmuls)
     share = low_rank_share(FACTS, rank)
     assert share == pytest.approx(1 - 8 * (matrices - kept) / FACTS.parameters)
     assert low_rank_share(FACTS, 10**6) >= 1  # no projection makes anything smaller then
@@ -59,7 +60,9 @@ def test_states_of_low_rank_are_those_of_the_longer_dimension_and_a_projection()
 
 def test_deepspeed_widens_a_ranks_gradients_at_the_update():
     def peak(**setup):
-        found = terms(FACTS, devices=4, zero=setup.pop("zero", 1), master_weights="fp32", gradient_dtype="bf16", **setup)
+        found = terms(
+            FACTS, devices=4, zero=setup.pop("zero", 1), master_weights="fp32", gradient_dtype="bf16", **setup
+        )
         return sum(found.values())
 
     widened = (2 + 4) * FACTS.parameters / 4 / MIB

@@ -1128,6 +1128,9 @@ def test_a_torchtitan_option_with_no_switches_a_setting_off(folder):
         ("python -m torchtitan.train --module llama3 --config llama3_8b --debug.moe_force_load_balance "
          "--parallelism.enable_async_tensor_parallel", {"unread": {}},
          {"overlap_tensor": True, "balanced_experts": True, "loss": "chunked"}),
+        ("trl sft --model_name_or_path gpt2 --num_processes 4 --accelerate_config zero2", {"unread": {}, "devices": 4},
+         {"unsharded_gradients": False, "master_weights": "fp32"}),
+        ("trl sft --model_name_or_path gpt2 --accelerate_config mine", {"unread": {"accelerate_config": "mine"}}, {}),
         ("trl sft --model_name_or_path gpt2 --activation_offloading true", {"unread": {}}, {"offload_activations": True}),
     ],
 )  # fmt: skip
