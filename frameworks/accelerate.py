@@ -20,7 +20,7 @@ from .common import (
     note_tf32,
 )
 from .export_input import PORT, ExportInput, Hosts
-from .framework import Framework, SettingsReader, file_keys, knob_table, nested, text_of
+from .framework import SettingsReader, file_keys, framework_of, knob_table, nested, text_of
 from .target import Target, as_yaml
 from .trainer import conventions
 
@@ -354,18 +354,6 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return settings | _replicas(groups, strategy.dp)
 
 
-FRAMEWORK = Framework(
-    name="accelerate",
-    title="Hugging Face Accelerate",
-    knobs=KNOBS,
-    defaults={"precision": "fp32", "grad_accum": 1},
-    by_last=True,
-    makes_optimizer=False,
-    needs_code=frozenset({"tp", "cp", "sp"}),
-    cannot=cannot,
-    prepare=prepare,
-    conventions=conventions,
-    read=read,
-    write=write,
-    option=option,
+FRAMEWORK = framework_of(
+    "accelerate", KNOBS, cannot=cannot, prepare=prepare, conventions=conventions, read=read, write=write, option=option
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_lora, read_quantized, read_stage
-from .framework import Framework, SettingsReader, knob_table
+from .framework import SettingsReader, framework_of, knob_table
 from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
 
 _LIGER = "liger_fused_linear_cross_entropy"
@@ -96,15 +96,4 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return settings
 
 
-FRAMEWORK = Framework(
-    name="axolotl",
-    title="axolotl",
-    knobs=KNOBS,
-    model=("base_model", "base_model_config"),
-    seq_len=("sequence_len",),
-    defaults={"micro_batch": 1, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 0, "fused_optimizer": True},
-    conventions=_conventions,
-    prepare=_prepare,
-    read=read,
-    write=write,
-)
+FRAMEWORK = framework_of("axolotl", KNOBS, conventions=_conventions, prepare=_prepare, read=read, write=write)

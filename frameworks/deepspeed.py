@@ -20,7 +20,7 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, SettingsReader, knob_table, nested, number
+from .framework import SettingsReader, framework_of, knob_table, nested, number
 from .target import Target
 
 CHECKED = ("deepspeed", "0.19")
@@ -255,23 +255,4 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return {"train_batch_size": strategy.micro_batch * strategy.grad_accum * strategy.dp}
 
 
-FRAMEWORK = Framework(
-    name="deepspeed",
-    title="DeepSpeed",
-    knobs=KNOBS,
-    defaults={"zero": 0, "grad_accum": 1},
-    ignored={
-        "zero_optimization.zero_hpz_partition_size": 1,
-        "zero_optimization.zero_quantized_weights": False,
-        "zero_optimization.zero_quantized_gradients": False,
-        "zero_optimization.offload_optimizer.ratio": 1,
-        "zero_optimization.stage3_max_live_parameters": 10**9,
-        "zero_optimization.stage3_max_reuse_distance": 10**9,
-    },
-    # AutoTP cuts models that are loaded for it, Ulysses needs an mpu, and stages a PipelineModule.
-    needs_code=frozenset({"tp", "sp", "pp"}),
-    makes_optimizer=False,
-    conventions=conventions,
-    read=read,
-    write=write,
-)
+FRAMEWORK = framework_of("deepspeed", KNOBS, conventions=conventions, read=read, write=write)

@@ -431,6 +431,27 @@ class Framework:
         return changed | self.write(strategy, reader)
 
 
+_FACTS: Mapping[str, Callable[[Any], Any]] = {
+    "title": str,
+    "model": tuple,
+    "seq_len": tuple,
+    "defaults": dict,
+    "ignored": dict,
+    "partly": frozenset,
+    "needs_code": frozenset,
+    "by_last": bool,
+    "makes_optimizer": bool,
+    "assigns": bool,
+}
+"""Fields of `Framework` in `settings.yaml`."""
+
+
+def framework_of(name: str, knobs: KnobTable, **functions: Callable[..., Any]) -> Framework:
+    """A framework with the facts of `settings.yaml`, and its functions by the names of their fields."""
+    facts = {field: kind(settings_of(name)[field]) for field, kind in _FACTS.items() if field in settings_of(name)}
+    return Framework(name=name, knobs=knobs, **facts, **functions)
+
+
 def signs_among(signs: Iterable[str], settings: Settings) -> int:
     """Number of signs whose settings are all present."""
     names = {plain(name) for name in settings}

@@ -14,8 +14,6 @@ PLACED = re.compile(
     r"(?P<file>.+?\.(?:ya?ml|json|toml|ini|cfg)(?:\.in|\.tmpl)?)(?::(?P<path>[^={}]+)=(?P<value>.*))?", re.DOTALL
 )
 """Syntax of a file to be rendered: `FILE` or `FILE:PATH=VALUE`."""
-MICRO_BATCHES = (8, 1, 2, 4, 16, 32, 64)
-"""Default micro-batches to try; most trainers' default is first."""
 ACCEPTED: Mapping[str, Sequence[Any]] = {
     "precision": ("fp32", "bf16", "fp16"),
     "checkpoint_ratio": (0, 1),

@@ -20,7 +20,7 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, SettingsReader, knob_table, nested
+from .framework import SettingsReader, framework_of, knob_table, nested
 from .target import Target, as_yaml
 
 CHECKED = ("lightning", "2.6")
@@ -191,15 +191,4 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return {key: strategy.dp} if reader.has(key) else {}
 
 
-FRAMEWORK = Framework(
-    name="lightning",
-    title="Lightning",
-    knobs=KNOBS,
-    model=("model.init_args.model_name", "model.model_name", "model.init_args.model_name_or_path"),
-    seq_len=("data.init_args.max_length", "data.max_length", "data.init_args.block_size", "data.block_size"),
-    defaults={"precision": "fp32", "grad_accum": 1},
-    makes_optimizer=False,
-    prepare=prepare,
-    read=read,
-    write=write,
-)
+FRAMEWORK = framework_of("lightning", KNOBS, prepare=prepare, read=read, write=write)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_lora, read_optimizer, read_quantized
-from .framework import Framework, SettingsReader, knob_table
+from .framework import SettingsReader, framework_of, knob_table
 from .trainer import conventions as trainer_conventions
 
 _TOTAL = "train.global_batch_size"
@@ -99,15 +99,4 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return {_TOTAL: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 
 
-FRAMEWORK = Framework(
-    name="litgpt",
-    title="LitGPT",
-    knobs=KNOBS,
-    model=("model_name", "checkpoint_dir"),
-    seq_len=("train.max_seq_length",),
-    defaults={"precision": "bf16", "zero": 3, "checkpoint_ratio": 0},
-    conventions=conventions,
-    prepare=prepare,
-    read=read,
-    write=write,
-)
+FRAMEWORK = framework_of("litgpt", KNOBS, conventions=conventions, prepare=prepare, read=read, write=write)

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_lora, read_quantized, read_stage
-from .framework import Framework, SettingsReader, knob_table, number
+from .framework import SettingsReader, framework_of, knob_table, number
 from .trainer import (
     KNOBS as TRAINER,
     conventions,
@@ -138,24 +138,13 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return settings
 
 
-# Its values are parsed as YAML, where a bare `no` is false.
-_BOUNDS = (
-    "output_dir={trial_dir} save_strategy='\"no\"' eval_strategy='\"no\"' eval_on_start=false report_to=none "
-    "push_to_hub=false plot_loss=false load_best_model_at_end=false predict_with_generate=false"
-)
-FRAMEWORK = Framework(
-    name="llamafactory",
-    title="LLaMA-Factory",
-    knobs=KNOBS,
-    partly=frozenset({"checkpoint_ratio"}),
-    model=("model_name_or_path", "model"),
-    seq_len=("cutoff_len",),
-    defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 1, "fused_optimizer": True},
+FRAMEWORK = framework_of(
+    "llamafactory",
+    KNOBS,
     prepare=prepare,
     conventions=conventions,
     read=read,
     write=write,
     cannot=cannot,
     option=option,
-    assigns=True,
 )

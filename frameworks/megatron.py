@@ -11,7 +11,7 @@ from ..knobs.strategy import Strategy, is_even
 from ..knobs.text import value_text
 from .common import note_order, note_tf32, optimizer_text, read_optimizer
 from .export_input import ExportInput
-from .framework import Framework, SettingsReader, knob_table, number
+from .framework import SettingsReader, framework_of, knob_table, number
 from .megatron_model import architecture_of, model_flags
 from .target import Target, hashed, sourced
 
@@ -430,15 +430,6 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "zero": 0}
-"""Megatron's defaults."""
-IGNORED: Mapping[str, Any] = {
-    "optimizer-offload-fraction": 1,
-    "cp-comm-type": "p2p",
-}
-"""Settings that the estimate ignores, with Megatron's defaults."""
-
-
 def option(name: str, value: Any, reader: SettingsReader) -> str:
     """Writes a flag, which has no value if it is a switch."""
     if isinstance(value, bool):
@@ -446,17 +437,6 @@ def option(name: str, value: Any, reader: SettingsReader) -> str:
     return f"--{name} {value}"
 
 
-FRAMEWORK = Framework(
-    name="megatron",
-    title="Megatron-LM",
-    knobs=KNOBS,
-    partly=frozenset({"checkpoint_ratio"}),
-    seq_len=("seq-length", "encoder-seq-length"),
-    defaults=DEFAULTS,
-    ignored=IGNORED,
-    conventions=conventions,
-    prepare=prepare,
-    read=read,
-    write=write,
-    option=option,
+FRAMEWORK = framework_of(
+    "megatron", KNOBS, conventions=conventions, prepare=prepare, read=read, write=write, option=option
 )

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
-from .framework import Framework, SettingsReader, knob_table
-from .megatron import DEFAULTS, conventions, read_overlap, read_recomputation, read_stages
+from .framework import SettingsReader, framework_of, knob_table
+from .megatron import conventions, read_overlap, read_recomputation, read_stages
 
 _TOTAL = "train.global_batch_size"
 _STAGES = (
@@ -42,15 +42,4 @@ def _write_batch(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return {_TOTAL: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 
 
-FRAMEWORK = Framework(
-    name="megatron-bridge",
-    title="Megatron-Bridge",
-    knobs=KNOBS,
-    model=("recipe", "hf_path", "hf_model_id"),
-    seq_len=("model.seq_length", "dataset.sequence_length", "dataset.seq_length"),
-    defaults={**DEFAULTS, "precision": "bf16", "zero": 1},
-    conventions=conventions,
-    read=_read,
-    write=_write_batch,
-    assigns=True,
-)
+FRAMEWORK = framework_of("megatron-bridge", KNOBS, conventions=conventions, read=_read, write=_write_batch)

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_optimizer
-from .framework import Framework, SettingsReader, knob_table
+from .framework import SettingsReader, framework_of, knob_table
 
 _MODEL, _MODE = "model.model_config.", "parallelism.tp_mode"
 _SIZES = (
@@ -39,13 +39,4 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return {"parallelism.dp": strategy.dp // strategy.ep, **mode}
 
 
-FRAMEWORK = Framework(
-    name="nanotron",
-    title="nanotron",
-    knobs=KNOBS,
-    seq_len=("tokens.sequence_length",),
-    defaults={"grad_accum": 1, "precision": "bf16_pure", "zero": 0, "checkpoint_ratio": 0, "fused_optimizer": True},
-    read=read,
-    write=write,
-    ignored={"model.dtype": "bfloat16", "optimizer.accumulate_grad_in_fp32": True},
-)
+FRAMEWORK = framework_of("nanotron", KNOBS, read=read, write=write)

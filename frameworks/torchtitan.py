@@ -16,7 +16,7 @@ from .common import (
     read_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, SettingsReader, knob_table, plain
+from .framework import SettingsReader, framework_of, knob_table, plain, settings_of
 from .target import Target, hashed
 
 CHECKED = ("torchtitan", "0.3")
@@ -25,21 +25,6 @@ PRESETS = {
     "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
 }
 """Models in both: torchtitan's module and configuration."""
-_CONFIGS: Mapping[str, tuple[int, int, int, str]] = {
-    "llama3_8b": (1, 8192, 1, "selective"),
-    "llama3_70b": (8, 8192, 8, "full"),
-    "qwen3_0_6b": (4, 4096, 1, "selective"),
-    "qwen3_1_7b": (4, 4096, 1, "selective"),
-    "qwen3_14b": (4, 4096, 1, "full"),
-    "qwen3_32b": (2, 4096, 1, "full"),
-    "qwen3_30b_a3b": (2, 4096, 1, "full"),
-    "deepseek_v3_16b": (4, 4096, 1, "selective"),
-    "deepseek_v3_671b": (4, 4096, 1, "selective"),
-    "gpt_oss_20b": (1, 8192, 1, "full"),
-    "gpt_oss_120b": (1, 8192, 1, "full"),
-}
-"""Local batch, sequence length, tensor parallelism and recomputation that a `--config` of 0.3 sets
-(models/*/config_registry.py)."""
 _PARAM, _DTYPE = "training.mixed_precision_param", "training.dtype"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _SEQUENCE = "parallelism.enable_sequence_parallel"
@@ -47,13 +32,8 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _LOCAL, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
 _REPLICATE, _SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
 _PIECE = "parallelism.pipeline_parallel_microbatch_size"
-_MODE, _COMPILE = "activation_checkpoint.mode", "compile.enable"
+_MODE = "activation_checkpoint.mode"
 _COMPONENTS = "compile.components"
-_FURTHER: Mapping[str, Mapping[str, Any]] = {
-    f"deepseek_v3_{size}": {"parallelism.expert_parallel_degree": ep, _COMPILE: True, _COMPONENTS: ["loss"]}
-    for size, ep in (("16b", 8), ("671b", 2))
-}
-"""Further settings of these configurations."""
 _BY_SEVERAL = {
     "micro_batch": (_LOCAL, "training.batch_size", _PIECE),
     "grad_accum": (_GLOBAL,),
@@ -273,16 +253,16 @@ def prepare(reader: SettingsReader) -> None:
         reader.set(_DTYPE, "float32")
     elif reader.has(_DTYPE):
         reader.set(_PARAM, "bfloat16")
-    configuration = reader.get("config")
+    configuration, facts = reader.get("config"), settings_of("torchtitan")
     if configuration is None:  # defaults of TrainingConfig, and of the versions with a TOML
         reader.set("training.batch_size" if reader.has("training.batch_size") else _LOCAL, 8)
         reader.set("training.seq_len", 2048)
         reader.set("activation_checkpoint.selective_ac_option", "2")
-    elif configuration in _CONFIGS:
-        local, seq_len, tp, mode = _CONFIGS[configuration]
-        preset = {_LOCAL: local, "training.seq_len": seq_len, KNOBS["tp"].keys[0]: tp, _MODE: mode}
-        preset |= _FURTHER.get(configuration, {})
-        for name, value in preset.items():
+    elif configuration in facts["configs"]:
+        for name, value in {
+            **facts["configs"][configuration],
+            **facts["expert_configs"].get(configuration, {}),
+        }.items():
             reader.set(name, value)
     else:
         reader.misunderstood("config")
@@ -481,17 +461,6 @@ def option(name: str, value: Any, reader: SettingsReader) -> str:
     return f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-FRAMEWORK = Framework(
-    name="torchtitan",
-    title="torchtitan",
-    knobs=KNOBS,
-    partly=frozenset({"checkpoint_ratio"}),
-    seq_len=("training.seq_len",),
-    defaults={"precision": "bf16", "fused_optimizer": True, "fusion": False},
-    conventions=conventions,
-    prepare=prepare,
-    read=read,
-    write=write,
-    cannot=cannot,
-    option=option,
+FRAMEWORK = framework_of(
+    "torchtitan", KNOBS, conventions=conventions, prepare=prepare, read=read, write=write, cannot=cannot, option=option
 )

@@ -24,7 +24,7 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, SettingsReader, knob_table, nested, text_of
+from .framework import SettingsReader, framework_of, knob_table, nested, text_of
 from .target import Target, as_json, as_yaml
 
 CHECKED = ("transformers", "5.23")
@@ -314,20 +314,6 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return {_EVERY: every}
 
 
-MODEL = ("config_name", "model_name_or_path", "model_id", "model_name", "model")
-"""Arguments of Hugging Face's scripts that name the model; a separate configuration has precedence."""
-SEQ_LEN = (
-    "block_size",
-    "max_seq_length",
-    "max_seq_len",
-    "max_length",
-    "model_max_length",
-    "max_source_length",
-    "seq_length",
-)
-"""Arguments for the tokens of a sample."""
-
-
 def option(name: str, value: Any, reader: SettingsReader) -> str:
     """Writes an argument; a field of one that is a mapping as JSON, with the fields that it has."""
     argument, dot, field = name.partition(".")
@@ -339,17 +325,6 @@ def option(name: str, value: Any, reader: SettingsReader) -> str:
     return f"--{argument} '{json.dumps({**present, field: value})}'"
 
 
-FRAMEWORK = Framework(
-    name="trainer",
-    title="transformers.Trainer",
-    knobs=KNOBS,
-    partly=frozenset({"checkpoint_ratio"}),
-    model=MODEL,
-    seq_len=SEQ_LEN,
-    defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "fused_optimizer": True},
-    option=option,
-    prepare=prepare,
-    conventions=conventions,
-    read=_read,
-    write=write,
+FRAMEWORK = framework_of(
+    "trainer", KNOBS, option=option, prepare=prepare, conventions=conventions, read=_read, write=write
 )

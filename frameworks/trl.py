@@ -2,8 +2,8 @@
 
 from . import deepspeed
 from .common import read_lora, read_quantized, read_stage
-from .framework import Framework, SettingsReader
-from .trainer import KNOBS, MODEL, SEQ_LEN, conventions, option, prepare, read as read_trainer, write
+from .framework import SettingsReader, framework_of
+from .trainer import KNOBS, conventions, option, prepare, read as read_trainer, write
 
 SUBCOMMAND = "subcommand"
 """The trainer: `sft`, `dpo`, ...; in a YAML alone it follows from the settings that only one trainer has."""
@@ -72,17 +72,6 @@ def _read_accelerate(reader: SettingsReader) -> None:
         reader.misunderstood("accelerate_config")
 
 
-FRAMEWORK = Framework(
-    name="trl",
-    title="TRL",
-    knobs=KNOBS,
-    partly=frozenset({"checkpoint_ratio"}),
-    model=MODEL,
-    seq_len=("max_length", "max_seq_length", *SEQ_LEN),
-    defaults={"micro_batch": 8, "grad_accum": 1, "precision": "bf16", "checkpoint_ratio": 1, "fused_optimizer": True},
-    option=option,
-    prepare=_prepare,
-    conventions=conventions,
-    read=_read,
-    write=write,
+FRAMEWORK = framework_of(
+    "trl", KNOBS, option=option, prepare=_prepare, conventions=conventions, read=_read, write=write
 )

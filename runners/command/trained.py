@@ -11,8 +11,7 @@ from ...base.errors import UsageError
 from ...frameworks.framework import SettingsReader, plain
 from ...frameworks.launcher import PLACED
 from ...frameworks.reading import COMMAND, options_of, read, read_document
-from ...frameworks.registry import find_launcher
-from ...frameworks.trainer import MODEL as TRAINER_MODEL, SEQ_LEN as TRAINER_LENGTHS
+from ...frameworks.registry import find_framework, find_launcher
 from ...frameworks.trainer_config import TrainerConfig
 from ...knobs.strategy import SPLITS
 from ...models.architecture import Architecture
@@ -22,12 +21,12 @@ from ...space import Config
 from .command import Command
 from .template import split_words
 
-MODEL = (*TRAINER_MODEL, "base_model_config", "base_model", "model_path")
-"""Options that name a model in commands of any trainer, by precedence."""
+MODEL = ("base_model_config", "base_model", "model_path")
+"""Options that name a model in commands of any trainer, after those of transformers.Trainer."""
 RECIPE = ("config", "factory", "recipe", "flavor")
 """Options that name a recipe, which may be that of a preset."""
-SEQ_LEN = (*TRAINER_LENGTHS, "cutoff_len", "sequence_len", "seq_len")
-"""Options for the tokens per sample."""
+SEQ_LEN = ("cutoff_len", "sequence_len", "seq_len")
+"""Options for the tokens per sample, after those of transformers.Trainer."""
 PRECISION = ("mixed_precision", "precision", "dtype", "torch_dtype")
 """Options for the number format, besides the switches `bf16` and `fp16`."""
 
@@ -59,13 +58,14 @@ class CommandTraining:
         options = _options(command, words)
         explicit: dict[str, Any] = {name: value for name, value in trainer.config.items() if name in trainer.stated}
         launcher = find_launcher(command.launcher) if command.launcher is not None else None
+        usual = find_framework("trainer")
         total = SettingsReader({"total": launcher.samples(command) if launcher is not None else None}, COMMAND).whole(
             "total"
         )
-        model = next((name for option in MODEL if isinstance(name := options.get(option), str)), None)
+        model = next((name for option in (*usual.model, *MODEL) if isinstance(name := options.get(option), str)), None)
         recipes = (preset_of(str(recipe)) for recipe in (trainer.model, *map(options.get, RECIPE)) if recipe)
         models = (command.named(name) for name in (model, *recipes) if name)
-        lengths = (trainer.seq_len, *map(options.whole, SEQ_LEN))
+        lengths = (trainer.seq_len, *map(options.whole, (*usual.seq_len, *SEQ_LEN)))
         return cls(
             model=next((model for model in models if model is not None), None),
             architecture=_architecture(trainer.architecture) if trainer.architecture else None,

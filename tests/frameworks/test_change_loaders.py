@@ -8,11 +8,11 @@ import sys
 import pytest
 import yaml
 from redline.frameworks import read
-from redline.frameworks.framework import file_keys
-from redline.frameworks.torchtitan import _CONFIGS as CONFIGS, _FURTHER as FURTHER
+from redline.frameworks.framework import file_keys, settings_of
 from without_triton import WITHOUT_TRITON
 
 pytestmark = pytest.mark.slow
+TITAN = settings_of("torchtitan")
 
 
 def changed(path, wanted, devices=8):
@@ -340,13 +340,20 @@ for name in json.loads(sys.argv[1]):
         made.compile.enable and "model" in made.compile.components]]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON + code, json.dumps(list(CONFIGS))],
+        [sys.executable, "-c", WITHOUT_TRITON + code, json.dumps(list(TITAN["configs"]))],
         capture_output=True, text=True, cwd=tmp_path, check=False,
     )  # fmt: skip
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     expected = {
-        name: [*values, FURTHER.get(name, {}).get("parallelism.expert_parallel_degree", 1), False]
-        for name, values in CONFIGS.items()
+        name: [
+            settings["training.local_batch_size"],
+            settings["training.seq_len"],
+            settings.get("parallelism.tensor_parallel_degree", 1),
+            settings["activation_checkpoint.mode"],
+            TITAN["expert_configs"].get(name, {}).get("parallelism.expert_parallel_degree", 1),
+            False,
+        ]
+        for name, settings in TITAN["configs"].items()
     }
     assert dict(map(json.loads, lines)) == {name: list(values) for name, values in expected.items()}, done.stderr[
         -2000:
