@@ -271,7 +271,7 @@ _STAGES: Mapping[str, tuple[int, bool, str]] = {
     "orpo": (2, False, "pairs of sequences"),
     "simpo": (2, False, "pairs of sequences"),
     "kto": (1, True, "a reference model without gradients"),
-    "rm": (2, False, "pairs of sequences; the logits that a reward model has not are counted"),
+    "rm": (2, False, "pairs of sequences; the value head's copies of logits and hidden states are not counted"),
     "reward": (2, False, "pairs of sequences; the logits that a reward model has not are counted"),
 }
 """Kinds of training: sequences of a sample, whether there is a second model, and both in words."""
@@ -298,6 +298,8 @@ def read_stage(reader: SettingsReader, key: str, shown: str = "", *, reference: 
         )
         return
     sequences, second, words = stage
+    if "not counted" in words:
+        reader.misunderstood(key)
     if sequences > 1:
         reader.facts["sequences"] = sequences
     if second and reference is not False:

@@ -446,9 +446,11 @@ _FACTS: Mapping[str, Callable[[Any], Any]] = {
 """Fields of `Framework` in `settings.yaml`."""
 
 
-def framework_of(name: str, knobs: KnobTable, **functions: Callable[..., Any]) -> Framework:
+def framework_of(name: str, knobs: KnobTable, **functions: Any) -> Framework:
     """A framework with the facts of `settings.yaml`, and its functions by the names of their fields."""
-    facts = {field: kind(settings_of(name)[field]) for field, kind in _FACTS.items() if field in settings_of(name)}
+    facts: dict[str, Any] = {
+        field: kind(settings_of(name)[field]) for field, kind in _FACTS.items() if field in settings_of(name)
+    }
     return Framework(name=name, knobs=knobs, **facts, **functions)
 
 

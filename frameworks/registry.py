@@ -2,6 +2,7 @@
 
 import functools
 from types import ModuleType
+from typing import Any
 
 from ..base.errors import UsageError, unknown
 from .framework import Framework, settings_of
@@ -45,10 +46,9 @@ def find_launcher(name: str) -> Launcher:
     """
     if name not in LAUNCHERS:
         raise UsageError(unknown("launcher", name, LAUNCHERS))
-    section = settings_of(name)["launcher"]
-    return Launcher(
-        name=name, **{field: tuple(value) if isinstance(value, list) else value for field, value in section.items()}
-    )
+    section = settings_of(name)["launcher"].items()
+    facts: dict[str, Any] = {field: tuple(value) if isinstance(value, list) else value for field, value in section}
+    return Launcher(name=name, **facts)
 
 
 def find_framework(name: str) -> Framework:

@@ -72,6 +72,8 @@ def test_every_training_argument_is_read_or_harmless_or_listed():
         ("llamafactory", {"finetuning_type": "full", "use_badam": True, "badam_mode": "ratio"}, {"use_badam", "badam_mode"}),
         ("llamafactory", {"finetuning_type": "full", "optim": "lomo"}, {"optim"}),
         ("llamafactory", {"finetuning_type": "full", "quantization_bit": 4}, {"quantization_bit"}),
+        ("llamafactory", {"finetuning_type": "full", "stage": "rm"}, {"stage"}),
+        ("llamafactory", {"finetuning_type": "full", "stage": "dpo"}, set()),
         ("trainer", {"use_peft": True, "load_in_4bit": True}, {"use_peft", "load_in_4bit"}),
         ("trainer", {"optim": "rmsprop"}, set()),
         ("trainer", {"optim": "adamw_torch_4bit"}, {"optim"}),
