@@ -30,6 +30,12 @@ _OTHERS = (
 """Programs of scripts that start no training."""
 _MOST_WORDS, _DEEPEST = 20_000, 4
 _NAME = re.compile(r"(?:export|local|declare|readonly|typeset)?(?:\s+-\w+)*\s*([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_DECLARES = ("export", "local", "declare", "readonly", "typeset")
+_PAIR = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_RAW_WORD = re.compile(
+    r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}|`[^`]*`|[^\s"'`])+""", re.DOTALL
+)
+"""A word before its variables are filled in."""
 _PARAMETER = re.compile(r"(\w+|[@*#?])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -181,8 +187,8 @@ class _Script:
             if statement in ("&&", "||"):
                 joint = statement
                 continue
-            if statement == "!":
-                negated = True
+            if statement in ("!", "time", "exec", "nohup"):
+                negated = negated or statement == "!"
                 continue
             decided = joint and result is not None and result is not (joint == "&&")
             position, value = self._statement(statements, position, statement, runs=runs and not decided)
@@ -207,7 +213,7 @@ class _Script:
             if keyword == "function" and runs:
                 self._functions[rest] = list(statements[start:end])
             return end + 1, None
-        if not runs or keyword in ("time", "exec", "nohup"):
+        if not runs:
             return position, None
         if keyword in ("[", "[[", "test") or text.startswith("(("):
             return position, self._holds(text)
@@ -215,7 +221,7 @@ class _Script:
             self.run(text[1:-1])
         elif keyword in (".", "source"):
             self._source(rest)
-        elif (match := _NAME.fullmatch(text)) is None or not self._assign(text, *match.groups()):
+        elif not self._assign(text):
             self._command(text)
         return position, None
 
@@ -274,16 +280,22 @@ class _Script:
             patterns, remaining, consumed = "", remaining[consumed:], 0
         return len(statements) - len(remaining) + consumed + 1
 
-    def _assign(self, text: str, name: str, appends: str, raw: str) -> bool:
-        """Sets a variable; False if the text is a command with a variable of its own."""
+    def _assign(self, text: str) -> bool:
+        """Sets variables; False if the text is a command, which may have variables of its own."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            return False
+        name, appends, raw = match.groups()
         if raw.startswith("(") and raw.rstrip().endswith(")") and not raw.startswith("(("):
             value = self.words(raw.strip()[1:-1])
             self.values[name] = [*self.values.get(name, []), *value] if appends else value
             return True
-        if len(self.words(raw)) > 1 and not text.startswith(("export", "local", "declare")):
+        pairs = [_PAIR.fullmatch(word) for word in _RAW_WORD.findall(text) if word not in _DECLARES]
+        if not all(pairs) and not text.startswith(_DECLARES):
             return False
-        value = ["".join(self.words(raw, split=False))]
-        self.values[name] = ["".join([*self.values.get(name, []), *value])] if appends else value
+        for pair in filter(None, pairs):
+            value = self.words(pair[3], split=False)
+            self.values[pair[1]] = ["".join([*(self.values.get(pair[1], []) if pair[2] else []), *value])]
         return True
 
     def _command(self, text: str) -> None:

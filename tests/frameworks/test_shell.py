@@ -29,6 +29,11 @@ def words(script, folder=None):
         ('set_b() {\n  local more=$2\n  B="$1$more"\n}\nset_b 4 2\n', "42"),
         ("function set_b\n{\n  B=$1\n}\nset_b $# && set_b 7\n", "7"),
         ("B=1\nnever() { B=2; }\n", "1"),
+        ("export A=4 B=5 C\n", "5"),
+        ('A=4 B="5 6"\n', "5 6"),
+        ("B=1\nB+=2\n", "12"),
+        ("A='1 2'\nB=$A\n", "1 2"),
+        ("B=${C:-1 2}\n", "1 2"),
         ("B=1\ncat > f <<EOF\nB=2\nEOF\n", "1"),
         ('B=1\nwhile [[ "$1" != "" ]]; do\n case $1 in\n  -b | --b )\n   B=$2 ;;\n * ) exit 1 ;;\n esac\ndone\n', "1"),
         ("B=1\nif [ 1 = 2 ]; then\n if [ 1 = 1 ]; then B=2; else B=3; fi\nelif [ 1 = 1 ]; then\n (B=4)\nfi\n", "4"),
@@ -61,6 +66,11 @@ def test_the_command_that_starts_the_training_is_found(launch):
 def test_a_branch_that_is_not_taken_is_not_the_command():
     script = 'if [ "$DRY" = true ]; then\n  torchrun pretrain_gpt.py --tensor-model-parallel-size 8 --bf16\nfi\n'
     script += "torchrun pretrain_gpt.py --bf16\n"
+    assert words(script)[0] == ["torchrun", "pretrain_gpt.py", "--bf16"]
+
+
+def test_a_word_before_a_command_leaves_the_test_before_it():
+    script = "[ 1 = 2 ] && time torchrun pretrain_gpt.py --tensor-model-parallel-size 8\nexec torchrun pretrain_gpt.py --bf16\n"
     assert words(script)[0] == ["torchrun", "pretrain_gpt.py", "--bf16"]
 
 
