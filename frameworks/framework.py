@@ -8,7 +8,7 @@ underscores.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -262,6 +262,11 @@ def settings_of(framework: str) -> dict[str, Any]:
     return lists
 
 
+def fields_of(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a frozen dataclass from a section of `settings.yaml`, whose lists become tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+
+
 def _patterns(text: str | None) -> tuple[str, ...]:
     """Patterns of a list with commas."""
     return tuple(pattern.strip() for pattern in (text or "").split(",") if pattern.strip())
@@ -358,11 +363,11 @@ class Framework:
     """Settings of a strategy that are not in the table, for the file that is to be changed."""
     ignored: Mapping[str, Any] = field(default_factory=dict)
     """Settings of memory or time that the estimate ignores, with their neutral values."""
-    needs_code: frozenset[str] = frozenset()
+    needs_code: tuple[str, ...] = ()
     """Knobs that also need changes of the script, so that a change of the setting alone has no effect."""
     cannot: Callable[[str, Strategy, SettingsReader], bool] = lambda knob, strategy, reader: False
     """True if this file cannot set a knob's value in a strategy, because its setting would have no effect or be refused."""
-    partly: frozenset[str] = frozenset()
+    partly: tuple[str, ...] = ()
     """Knobs for which `write` supports values that are not in the table."""
     option: Callable[[str, Any, "SettingsReader"], str] = lambda name, value, reader: f"--{name} {text_of(value)}"
     """Writes a setting as an option of a command that has the settings of a reader."""
@@ -431,27 +436,11 @@ class Framework:
         return changed | self.write(strategy, reader)
 
 
-_FACTS: Mapping[str, Callable[[Any], Any]] = {
-    "title": str,
-    "model": tuple,
-    "seq_len": tuple,
-    "defaults": dict,
-    "ignored": dict,
-    "partly": frozenset,
-    "needs_code": frozenset,
-    "by_last": bool,
-    "makes_optimizer": bool,
-    "assigns": bool,
-}
-"""Fields of `Framework` in `settings.yaml`."""
-
-
 def framework_of(name: str, knobs: KnobTable, **functions: Any) -> Framework:
     """A framework with the facts of `settings.yaml`, and its functions by the names of their fields."""
-    facts: dict[str, Any] = {
-        field: kind(settings_of(name)[field]) for field, kind in _FACTS.items() if field in settings_of(name)
-    }
-    return Framework(name=name, knobs=knobs, **facts, **functions)
+    section = settings_of(name)
+    names = [member.name for member in fields(Framework) if member.name in section and member.name != "knobs"]
+    return Framework(name=name, knobs=knobs, **fields_of({field: section[field] for field in names}), **functions)
 
 
 def signs_among(signs: Iterable[str], settings: Settings) -> int:

@@ -6,29 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .export_input import ExportInput
-from .framework import SettingsReader, number
+from .framework import SettingsReader, number, settings_of
 
 # Megatron's llama3 rule and its factor; neither can be set by a flag.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _MEGATRON_FACTOR = 8
-_LLAMA = ("--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")
-FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "llama": (_LLAMA, ("silu",)),
-    "mistral": (_LLAMA, ("silu",)),
-    "mixtral": (_LLAMA, ("silu",)),
-    "qwen2": ((*_LLAMA, "--add-qkv-bias"), ("silu",)),
-    "qwen3": ((*_LLAMA, "--qk-layernorm"), ("silu",)),
-    "deepseek_v3": (
-        (*_LLAMA, "--qk-layernorm", "--moe-router-score-function sigmoid", "--moe-router-enable-expert-bias"),
-        ("silu",),
-    ),
-    "gpt2": (
-        ("--normalization LayerNorm", "--position-embedding-type learned_absolute"),
-        ("gelu_new", "gelu"),
-    ),
-    "gpt_neox": (("--normalization LayerNorm", "--position-embedding-type rope"), ("gelu", "gelu_new")),
-}
-"""Families supported by Megatron's GPT, by transformers' names: their flags, and activations."""
 
 
 def model_flags(setup: ExportInput) -> list[str]:
@@ -105,22 +87,22 @@ def _latent(shape: Mapping[str, Any]) -> list[str]:
 
 def _family(setup: ExportInput) -> list[str]:
     shape = setup.shape
-    family, activation = shape["family"], shape.get("activation")
-    if family not in FAMILIES:
+    family, activation, families = shape["family"], shape.get("activation"), settings_of("megatron")["families"]
+    if family not in families:
         setup.note(
             f"this export knows only the sizes of the family {family}: its norm, activation, biases and positions are "
             "yours, if Megatron has them"
         )
         return []
-    flags, activations = FAMILIES[family]
+    flags, activations = families[family]["flags"], families[family]["activations"]
     if activation not in activations:
         setup.note(f"the activation {activation} is yours: this export knows {family} with {' or '.join(activations)}")
     elif activation == "silu":
-        flags += ("--swiglu",)
+        flags = [*flags, "--swiglu"]
     biased = [name for name in ("attention_bias", "mlp_bias") if shape.get(name)]
     if biased and "--disable-bias-linear" in flags:
         setup.note(f"{' and '.join(biased)}: Megatron has biases in all linear layers or in none, so all are there")
-        flags = tuple(flag for flag in flags if flag != "--disable-bias-linear")
+        flags = [flag for flag in flags if flag != "--disable-bias-linear"]
     if family == "deepseek_v3":
         setup.note("the router's groups and scaling factor, and prediction of several tokens, are yours")
     if shape.get("parallel_residual"):

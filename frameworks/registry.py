@@ -2,10 +2,9 @@
 
 import functools
 from types import ModuleType
-from typing import Any
 
 from ..base.errors import UsageError, unknown
-from .framework import Framework, settings_of
+from .framework import Framework, fields_of, settings_of
 from .launcher import Launcher
 
 LAUNCHERS = (
@@ -46,9 +45,7 @@ def find_launcher(name: str) -> Launcher:
     """
     if name not in LAUNCHERS:
         raise UsageError(unknown("launcher", name, LAUNCHERS))
-    section = settings_of(name)["launcher"].items()
-    facts: dict[str, Any] = {field: tuple(value) if isinstance(value, list) else value for field, value in section}
-    return Launcher(name=name, **facts)
+    return Launcher(name=name, **fields_of(settings_of(name)["launcher"]))
 
 
 def find_framework(name: str) -> Framework:
