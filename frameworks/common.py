@@ -275,6 +275,8 @@ _STAGES: Mapping[str, tuple[int, bool, str]] = {
     "reward": (2, False, "pairs of sequences; the logits that a reward model has not are counted"),
 }
 """Kinds of training: sequences of a sample, whether there is a second model, and both in words."""
+_INCOMPLETE = ("rm",)
+"""Kinds of training with memory that no term describes: LLaMA-Factory's value head."""
 
 
 def read_stage(reader: SettingsReader, key: str, shown: str = "", *, reference: bool | None = None) -> None:
@@ -298,7 +300,7 @@ def read_stage(reader: SettingsReader, key: str, shown: str = "", *, reference: 
         )
         return
     sequences, second, words = stage
-    if "not counted" in words:
+    if str(value).lower() in _INCOMPLETE:
         reader.misunderstood(key)
     if sequences > 1:
         reader.facts["sequences"] = sequences
