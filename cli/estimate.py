@@ -23,7 +23,6 @@ from .status import Status
 
 if TYPE_CHECKING:
     from ..estimator.document import EstimateDocument
-    from ..estimator.request import EstimateRequest
 
 EXAMPLES = """\b
 Examples:
@@ -111,9 +110,6 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         request = estimate_request(**terms, **request_values, before_tracing=before_tracing)
         planned_values = {**request_values, "global_batch": request.global_batch or request_values["global_batch"]}
 
-        def fewer(devices: int) -> "EstimateRequest":
-            return estimate_request(**terms, like=request, **{**planned_values, "devices": devices})
-
         def show(document: "EstimateDocument") -> None:
             first_answers.clear()  # ends it: this answer replaces the first one
             if not as_json:
@@ -126,7 +122,6 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             top=estimate_options.top,
             layerwise=estimate_options.layerwise,
             untuned=lambda space, estimator: first_trial(space, estimator).config,
-            fewer=fewer,
             say=status.update,
             show=show,
         )

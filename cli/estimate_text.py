@@ -131,18 +131,18 @@ def _survey_lines(survey: "Survey", explain: bool, width: int) -> list[str]:
 def _table(document: "EstimateDocument", width: int) -> list[str]:
     """Returns a row of figures for each plan with its configuration below it."""
     best, base = document.ranked[0], document.baseline
-    rows = [(plan.role, plan.ranked, plan.devices) for plan in document.plans]
-    rows = rows or [("", best, document.request.devices)]
-    common = _common([ranked.config for _, ranked, _ in rows]) if len(rows) > 1 else {}
+    rows = [(plan.role, plan.ranked) for plan in document.plans] or [("", best)]
+    common = _common([ranked.config for _, ranked in rows]) if len(rows) > 1 else {}
     if base is not None:
-        rows.append(("untuned", base, document.request.devices))
+        rows.append(("untuned", base))
+    devices = document.request.devices
     device = "GPU" if document.request.hardware.kind != "cpu" else "device"
     columns: dict[str, list[str]] = {"": [], best.estimate.unit: [], f"per {device}": [], "80 % range": [], "step": []}
     columns |= {"MFU": [], "memory": [], "fits": [], "bound by": []}
-    for role, ranked, devices in rows:
+    for role, ranked in rows:
         estimate = ranked.estimate
         cells = (
-            role.replace("device", device),
+            role,
             f"{estimate.throughput:,.0f}",
             f"{estimate.throughput / devices:,.0f}",
             _speeds(estimate),
@@ -154,14 +154,14 @@ def _table(document: "EstimateDocument", width: int) -> list[str]:
         )
         for cell, column in zip(cells, columns.values(), strict=True):
             column.append(cell)
-    if all(devices == 1 for _, _, devices in rows):
+    if devices == 1:
         del columns[f"per {device}"]
     for least in ("bound by", "MFU", "step"):  # left out in a narrow terminal
         if _width(columns) > width:
             del columns[least]
     indent = " " * (2 + max(map(len, columns[""])))
     lines = [_row(list(columns), columns)]
-    for index, (_, ranked, _) in enumerate(rows):
+    for index, (_, ranked) in enumerate(rows):
         lines.append(_row([column[index] for column in columns.values()], columns))
         if ranked is base or not common:
             knobs: Mapping[str, Any] = ranked.config
@@ -179,11 +179,8 @@ def _legend(document: "EstimateDocument", width: int) -> list[str]:
     sentences = []
     if "safest" in roles:
         sentences.append("safest: the most certain to fit within 3 % of the fastest.")
-    if halves := [plan for plan in document.plans if plan.role == "least memory" or "device" in plan.role]:
-        names = " and ".join(
-            plan.role.replace("device", "GPU") if "device" in plan.role else plan.role for plan in halves
-        )
-        sentences.append(f"{names}: at least half as fast.")
+    if "least memory" in roles:
+        sentences.append("least memory: at least half as fast.")
     sentences.append("untuned: the default configuration, or the usual manual changes that make it fit.")
     sentences.append("80 % range: 8 of 10 measurements are expected in it; fits: the chance that it fits in memory.")
     return _wrapped(" ".join(sentences), "", width)

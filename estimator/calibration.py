@@ -12,7 +12,7 @@ Gaussian process over the knobs interpolates the residuals after the factors (un
 Williams 2006, sections 2.2 and 2.7). Far from all trials, only the factors count.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,8 +26,6 @@ DEGREES = 4.0
 """Degrees of freedom of the noise: outliers (a disturbed node, a lucky run) lose their weight."""
 PRIOR_WEIGHT = 8.0
 """Trials that the prior noise counts as."""
-ALIKE = 0.9
-"""Expected correlation between the factors of two trainings on the same devices."""
 LEAST_SCALE = 0.2
 """Lower bound of the noise, as a share of the expected noise, however well a few trials agree."""
 SYSTEMATIC = 0.8
@@ -215,31 +213,6 @@ def fit(
         weight = (DEGREES + 1) / (DEGREES + (values / spread) ** 2)
         residuals = Residual.of(features[usable][exact], values, spread, weight)
     return Correction(theta, covariance, scale, int((~bound).sum()), residuals)
-
-
-def carried(corrections: Sequence[Correction], prior: np.ndarray) -> Correction:
-    """The correction of a training without measurements, from those of other trainings on the same devices.
-
-    Let phi be the devices' part of theta: theta_r = sqrt(c) phi + the training's own part, phi ~ Normal(0, P) and the own part ~
-    Normal(0, (1 - c) P), P = diag(prior^2), c = `ALIKE`. A fit with mean m and covariance C under the prior P rests on
-    measurements of precision L = 1/C - 1/P. These give the same information about phi as L widened by (1 - c) P.
-
-    Args:
-        corrections: fits of the others, each to its own measurements.
-        prior: prior standard deviations of theta, shape (k,).
-    """
-    variance = np.diag(np.asarray(prior, float) ** 2)
-    own_variance, identity = (1 - ALIKE) * variance, np.eye(len(variance))
-    precision, pull = np.linalg.inv(variance), np.zeros(len(variance))
-    for correction in corrections:
-        sure = np.linalg.inv(correction.covariance)
-        information = sure - np.linalg.inv(variance)
-        widened = np.linalg.inv(identity + information @ own_variance)
-        precision = precision + ALIKE * widened @ information
-        pull = pull + np.sqrt(ALIKE) * widened @ sure @ correction.theta
-    common = np.linalg.inv((precision + precision.T) / 2)
-    theta = np.sqrt(ALIKE) * common @ pull
-    return Correction(theta, ALIKE * common + own_variance, trials=sum(correction.trials for correction in corrections))
 
 
 TIME_GROUPS: Mapping[str, tuple[str, ...]] = {

@@ -3,22 +3,19 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ..base.errors import UsageError
-from ..base.forked import beside
 from ..knobs.lossy import lossy_in, lossy_values
 from ..knobs.rules import RuleContext
 from ..models.spaces import lossy_of_space
 from ..space import Config, Space
 from .estimator import Estimator
-from .facts.concurrent import trace_space
 from .facts.model_facts import ModelFacts
 from .fullest import FullestRank, fullest_rank
 from .knob_arrays import knob_arrays
 from .layerwise import Layerwise, followed, further_items, refine, relatives
-from .plans import HALF, Plan, choose, fastest, fewer_devices, rows
+from .plans import Plan, choose, rows
 from .request import EstimateRequest
 from .survey import Ranked, Survey, checked_config, device_of
 
@@ -72,7 +69,8 @@ class EstimateDocument:
             document["best_exact"] = entry(self.survey.best_exact, self.request.devices)
         if self.plans:
             document["plans"] = [
-                {"role": plan.role, "devices": plan.devices, **entry(plan.ranked, plan.devices)} for plan in self.plans
+                {"role": plan.role, "devices": self.request.devices, **entry(plan.ranked, self.request.devices)}
+                for plan in self.plans
             ]
         if self.baseline is not None:
             document["untuned"] = entry(self.baseline, self.request.devices)
@@ -120,7 +118,7 @@ def plan_file(document: EstimateDocument, command: str) -> dict[str, Any]:
     return {
         "simulated": True,
         "best": _planned("fastest", document.ranked[0], devices),
-        "alternatives": [_planned(plan.role, plan.ranked, plan.devices) for plan in plans],
+        "alternatives": [_planned(plan.role, plan.ranked, devices) for plan in plans],
         "default": None if base is None else _planned("untuned", base, devices),
         "trains": {
             **request.trains,
@@ -168,7 +166,6 @@ def estimate_document(
     top: int = 1,
     layerwise: bool = False,
     untuned: Callable[[Space, Estimator], Config] = lambda space, estimator: space.default(),
-    fewer: Callable[[int], EstimateRequest] | None = None,
     say: Callable[[str], None] = lambda message: None,
     show: "Callable[[EstimateDocument], None]" = lambda document: None,
 ) -> EstimateDocument:
@@ -180,10 +177,8 @@ def estimate_document(
         top: number of the best.
         layerwise: True to refine the first one block by block.
         untuned: the configuration that a user would run without tuning; it is shown beside the best.
-        fewer: returns the same request for another number of devices, to add the plan on the fewest devices that keeps half of
-            the best throughput, if half of the devices do.
         say: called with progress messages.
-        show: called with the document before plans for each block and on fewer devices are looked for.
+        show: called with the document before plans for each block are looked for.
 
     Raises:
         SpaceError: the configuration is not in the space.
@@ -198,17 +193,10 @@ def estimate_document(
         lossy = lossy_in(chosen, lossy_of_space(request.space))
         ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen), lossy=lossy),)
     else:
-        say("tracing the model")
-        trace_space(
-            estimator.source,
-            request.space,
-            estimator.training,
-            lambda done, total: say(f"tracing the model: {done} of {total} variants"),
-        )
-        say("predicting configurations")
+        say("tracing the model and predicting configurations")
         picked = choose(estimator, request.space, top=top)
         survey, ranked = picked.survey, picked.best
-        plans = tuple(rows(ranked, picked.safest, picked.least_memory, request.devices))
+        plans = tuple(rows(ranked, picked.safest, picked.least_memory))
         reference = survey.smallest if not ranked else None
         usual = untuned(request.space, estimator)
         baseline = Ranked(config=usual, estimate=estimator(usual), lossy=lossy_in(usual, lossy_of_space(request.space)))
@@ -229,14 +217,13 @@ def estimate_document(
     show(document)
     if not ranked or config is not None:
         return document
-    say("looking for plans on fewer devices and for each block")
-    on_fewer = beside(partial(_on_fewer_devices, document, fewer)) if fewer is not None else tuple
     if _plans_layers(request):
+        say("looking for plans for each block")
         context = request.space.beyond if isinstance(request.space.beyond, RuleContext) else None
         related, items = relatives(request.space, shown_first.config), further_items(request.space)
         refined = refine(estimator, shown_first, facts, related, context=context, items=items)
         document = replace(document, layerwise=refined if layerwise or refined.clear else None)
-    return replace(document, plans=(*plans, *on_fewer()))
+    return document
 
 
 def _plans_layers(request: EstimateRequest) -> bool:
@@ -244,20 +231,3 @@ def _plans_layers(request: EstimateRequest) -> bool:
     workload = getattr(request.estimator.source, "workload", None)
     free = {knob.name for knob in request.space.free}
     return (workload is None or followed(workload)) and bool(free & {"checkpoint_ratio", "zero", "tp"})
-
-
-def _on_fewer_devices(document: EstimateDocument, fewer: Callable[[int], EstimateRequest]) -> tuple[Plan, ...]:
-    """The plan on the fewest devices that keeps half of the best throughput; empty if half of the devices do not."""
-
-    def best(devices: int) -> Ranked | None:
-        try:
-            request_on_fewer = fewer(devices)
-        except UsageError:  # so few devices cannot share the model or its global batch
-            return None
-        return fastest(request_on_fewer.estimator, request_on_fewer.space)
-
-    smallest = fewer_devices(HALF * document.ranked[0].estimate.throughput, document.request.devices, best)
-    if smallest is None:
-        return ()
-    devices, ranked = smallest
-    return (Plan(role=f"{devices} device{'s'[: devices > 1]}", ranked=ranked, devices=devices),)

@@ -12,7 +12,6 @@ from ..knobs.rules import RULES, RuleContext
 from .calibration import (
     MEMORY_GROUPS,
     Correction,
-    carried,
     corrected_memory,
     corrected_time,
     fit,
@@ -241,19 +240,6 @@ class Estimator:
         moved.training, moved.hardware = training, hardware
         moved.constants = moved._constants_of_setup()
         return moved
-
-    def carrying(self, others: "Iterable[Estimator]") -> "Estimator":
-        """Returns an estimator whose prior comes from estimators of other trainings on the same devices; this one does not
-        change.
-
-        Args:
-            others: estimators of other trainings, each calibrated by its own trials.
-        """
-        estimators = list(others)
-        copy = self._copy()
-        copy._time = carried([estimator._time for estimator in estimators], self._time_prior())
-        copy._memory = carried([estimator._memory for estimator in estimators], self._memory_prior())
-        return copy
 
     def sampled(self, random: np.random.Generator) -> "Estimator":
         """An estimator with factors drawn from their uncertainty.

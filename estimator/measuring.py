@@ -36,10 +36,8 @@ WINDOWS = 5
 windows of one."""
 UNDISTURBED = 0.9
 """Share of a call's time on its thread from which the call counts as undisturbed."""
-BUSY = 0.15
-"""Share of the cores used by other processes from which a CPU counts as busy."""
-TRIES = 3
-"""Maximum number of measurements of a busy CPU."""
+LEAST_CALLS = 4
+"""Undisturbed calls without which a CPU counts as busy."""
 MAX_AGE_S = 30 * 24 * 3600
 """Age after which a cached measurement is repeated, s."""
 BUSY_AGE_S = 600
@@ -63,18 +61,14 @@ class Measured:
     """`all-reduce` and `point-to-point` among ranks: `gb_per_s` and `latency_us`."""
     ranks: int = 1
     """Number of ranks in the measurement of links."""
-    others: float = 0.0
-    """Share of a CPU's cores that other processes used during the measurement, 0 to 1."""
+    busy: bool = False
+    """True if other processes interrupted nearly all calls on a CPU."""
 
     @property
     def note(self) -> str:
         """Remarks on the measurement; empty for none."""
-        if self.others < BUSY:
-            return ""
-        return (
-            f"{self.device.name} was measured while other processes took {100 * self.others:.0f} % of its "
-            "cores, so that its rates may be too low"
-        )
+        busy = f"{self.device.name} was measured while other processes used its cores, so that its rates may be too low"
+        return busy if self.busy else ""
 
     def to_hardware(self) -> Hardware:
         """The measurements as `Hardware`. A link that was not measured has the table's value for the device, or that of
@@ -150,17 +144,7 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
 
     device = detect()
     kind = device.type
-    seconds = SECONDS if short else 3 * SECONDS
-    seconds_of_calls, busy_elsewhere = _measured(device, short, seconds)
-    for _ in range(TRIES - 1):
-        if busy_elsewhere < BUSY:
-            break
-        # Other processes can only slow it down.
-        again, less = _measured(device, short, seconds)
-        seconds_of_calls, busy_elsewhere = (
-            {name: min(taken, again[name]) for name, taken in seconds_of_calls.items()},
-            min(busy_elsewhere, less),
-        )
+    seconds_of_calls, busy = _measured(device, short, SECONDS if short else 3 * SECONDS)
     tflops: dict[str, dict[int, float]] = {}
     for (name, size), taken in seconds_of_calls.items():
         if name not in ("copy", "host"):
@@ -182,13 +166,13 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
         host_gb_per_s=size // 4 / seconds_of_calls["host", size // 4] / 1e9 if kind == "cuda" else None,
         links=_links(kind, count) if count > 1 else {},
         ranks=count,
-        others=busy_elsewhere,
+        busy=busy,
     )
 
 
-def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[str, int], float], float]:
-    """Seconds of a product of each (dtype, side) and of a copy of each (`copy` or `host`, bytes), and the share of the cores that
-    other processes used."""
+def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[str, int], float], bool]:
+    """Seconds of a product of each (dtype, side) and of a copy of each (`copy` or `host`, bytes), and True if other processes
+    interrupted nearly all calls of one of them."""
     import torch
 
     kind = device.type
@@ -200,9 +184,8 @@ def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[s
     works["copy", COPY_BYTES[kind]] = _copy(COPY_BYTES[kind], on_device, on_device)
     if kind == "cuda":
         works["host", COPY_BYTES[kind] // 4] = _copy(COPY_BYTES[kind] // 4, torch.device("cpu"), on_device)
-    load = _Load()
-    taken = _best(works, on_device, seconds)
-    return taken, load.others() if kind == "cpu" else 0.0
+    taken = {name: _undisturbed(calls, kind == "cpu") for name, calls in _timed(works, on_device, seconds).items()}
+    return {name: wall for name, (wall, _) in taken.items()}, any(busy for _, busy in taken.values())
 
 
 def keep(measured: Measured, folder: Path | None = None) -> None:
@@ -344,14 +327,10 @@ def _copy(size: int, source: "torch.device", target: "torch.device") -> Callable
     return lambda: copied.copy_(original, non_blocking=True)
 
 
-def _best(
+def _timed(
     works: Mapping[tuple[str, int], Callable[[], object]], on_device: "torch.device", seconds: float
-) -> dict[tuple[str, int], float]:
-    """Seconds of one undisturbed call of each; each is called for the given time in total.
-
-    Other load makes a call longer, never shorter, so a low quantile shows the machine's speed: of the calls whose thread hardly
-    waited, if there are any.
-    """
+) -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """Seconds of calls of each, and those of the calling thread; each is called for the given time in total."""
     import torch
 
     def once(work: Callable[[], object]) -> tuple[float, float]:
@@ -372,47 +351,19 @@ def _best(
             taken[name].append(once(work))
             while time.perf_counter() < end and len(taken[name]) < 200:
                 taken[name].append(once(work))
-    return {name: _undisturbed(calls, on_device.type == "cpu") for name, calls in taken.items()}
+    return taken
 
 
-def _undisturbed(calls: list[tuple[float, float]], on_cpu: bool) -> float:
-    """Undisturbed time of a call, from (seconds, seconds of its thread) of several."""
+def _undisturbed(calls: list[tuple[float, float]], on_cpu: bool) -> tuple[float, bool]:
+    """Undisturbed time of a call, from (seconds, seconds of its thread) of several, and True if too few were undisturbed.
+
+    Other load makes a call longer, never shorter, so a low quantile shows the machine's speed: of the calls whose thread hardly
+    waited, if there are any.
+    """
     undisturbed = [wall for wall, busy in calls if not on_cpu or busy >= UNDISTURBED * wall]
-    if len(undisturbed) > 3:
-        return statistics.quantiles(undisturbed, n=4)[0]
-    return min(undisturbed or [wall for wall, _ in calls])
-
-
-class _Load:
-    """Use of this process's cores by other processes since the object was created."""
-
-    def __init__(self) -> None:
-        self._before = self._now()
-
-    def others(self) -> float:
-        """Share of the cores, 0 to 1."""
-        (wall, busy, process), (wall0, busy0, own0) = self._now(), self._before
-        cores = max(1, len(self._cores()))
-        return min(1.0, max(0.0, (busy - busy0 - (process - own0)) / max((wall - wall0) * cores, 1e-9)))
-
-    def _now(self) -> tuple[float, float, float]:
-        import psutil
-
-        cores = psutil.cpu_times(percpu=True)
-        busy = sum(sum(cores[core]) - _idle(cores[core]) for core in self._cores() if core < len(cores))
-        return time.perf_counter(), busy, time.process_time()
-
-    def _cores(self) -> list[int]:
-        import psutil
-
-        affinity = getattr(psutil.Process(), "cpu_affinity", None)
-        return affinity() if affinity is not None else list(range(psutil.cpu_count() or 1))
-
-
-def _idle(times: Any) -> float:
-    # Guest time is included in user time.
-    twice = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    return times.idle + getattr(times, "iowait", 0.0) + twice
+    if len(undisturbed) >= LEAST_CALLS:
+        return statistics.quantiles(undisturbed, n=4)[0], False
+    return min(undisturbed or [wall for wall, _ in calls]), on_cpu
 
 
 def _links(kind: str, ranks: int) -> dict[str, dict[str, float]]:

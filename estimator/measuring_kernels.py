@@ -25,8 +25,6 @@ LENGTHS = (1024, 4096, 16384)
 HEADS, HEAD_DIM = 16, 128
 SUSTAINED_S = 8.0
 """Duration of products in a row, s, until clocks have settled; the last quarter counts."""
-STEPS, STEP = 40, 1e-4
-"""Steps of the fit, and the change of a parameter's logarithm by which derivatives are taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +162,7 @@ def fit_products(
 ) -> tuple[Products, float]:
     """Returns the parameters of products that are closest to measured times, and the median relative error.
 
-    Minimises the squared logarithmic errors by damped Gauss-Newton steps (Levenberg-Marquardt) in the logarithms of the
-    parameters. scipy has this as `least_squares`, but redline does not depend on scipy.
+    Minimises the squared logarithmic errors over the logarithms of the parameters.
 
     Args:
         sizes: (m, n, k) of each product.
@@ -175,6 +172,8 @@ def fit_products(
         units: multiprocessors.
         width: bytes of a number.
     """
+    from scipy.optimize import least_squares
+
     m, n, k = (np.array(sizes_of_dimension, float) for sizes_of_dimension in zip(*sizes, strict=True))
     target = np.log(np.array(seconds))
 
@@ -183,19 +182,9 @@ def fit_products(
         taken = product_seconds(m, n, k, width=width, peak=peak, bandwidth=bandwidth, like=like, share=1.0)
         return np.asarray(np.log(taken) - target)
 
-    logs = np.log([0.8, 150.0, 3.0, 0.7, 0.05])
-    current, damping = errors(logs), 1e-2
-    for _ in range(STEPS):
-        slopes = np.stack([(errors(logs + STEP * unit) - current) / STEP for unit in np.eye(len(logs))], axis=1)
-        square = slopes.T @ slopes
-        step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-9), -slopes.T @ current)
-        tried = np.clip(logs + np.clip(step, -0.5, 0.5), np.log(_LOWEST), np.log(_HIGHEST))
-        errors_of_step = errors(tried)
-        if errors_of_step @ errors_of_step < current @ current:
-            logs, current, damping = tried, errors_of_step, damping / 3
-        else:
-            damping *= 4
-    return _products(logs, units), float(np.median(np.abs(np.expm1(current))))
+    start = np.log([0.8, 150.0, 3.0, 0.7, 0.05])
+    fit = least_squares(errors, start, bounds=(np.log(_LOWEST), np.log(_HIGHEST)), diff_step=1e-4)
+    return _products(fit.x, units), float(np.median(np.abs(np.expm1(fit.fun))))
 
 
 _LOWEST = np.array([0.02, 1.0, 0.1, 0.02, 1e-4])

@@ -1,4 +1,4 @@
-"""Plans to choose among: the fastest, and alternatives that are safer or need less memory or fewer devices."""
+"""Plans to choose among: the fastest, and alternatives that are safer or need less memory."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,16 +11,15 @@ from ..base.errors import UsageError
 from ..knobs.lossy import lossy_in
 from ..models.spaces import lossy_of_space
 from ..space import Config, Space
-from .estimate import Estimate, EstimateTable
+from .estimate import EstimateTable
 from .estimator import Estimator
 from .survey import DRAWN, Predicted, Ranked, Survey, climbed, predict, ranking, surveyed
-from .time import BINDS, TIME_TERMS
 
 LOOKED_AT, AT_ONCE = 20_000, 500
 """Number of configurations that are searched for different plans, and the number that are created at once."""
 CLOSE, HALF = 0.97, 0.5
-"""Shares of the highest throughput that the safest plan has, and those with the least memory and the fewest devices. A safest
-plan with the same chance to fit has at most `CLOSE` of the memory."""
+"""Shares of the highest throughput that the safest plan and the one with the least memory have. A safest plan with the same
+chance to fit has at most `CLOSE` of the memory."""
 SAVERS: Mapping[str, Any] = {"offload": "none", "checkpoint_ratio": 0.0}
 """Settings that save memory and cost time, with the value that does neither."""
 ALIKE = 0.01
@@ -32,9 +31,8 @@ class Plan:
     """A configuration to choose, with its role."""
 
     role: str
-    """`fastest`, `safest`, `least memory`, its rank (`2nd`), or fewer devices: `8 devices`."""
+    """`fastest`, `safest`, `least memory`, or its rank (`2nd`)."""
     ranked: Ranked
-    devices: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,41 +142,11 @@ def _safer_plans(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, i
     return int(ranks[safest]) if safer else None, int(ranks[small])
 
 
-def fewer_devices(least: float, devices: int, find: Callable[[int], Ranked | None]) -> tuple[int, Ranked] | None:
-    """The best plan on the fewest devices that reaches `least`; the number of devices is halved while it does. None if half of
-    them do not.
-
-    Args:
-        least: throughput.
-        devices: of the fastest plan.
-        find: the best on so many devices; None if nothing fits, or they cannot be used.
-    """
-    smallest = None
-    while devices % 2 == 0:
-        devices //= 2
-        best = find(devices)
-        if best is None or best.estimate.throughput < least:
-            break
-        smallest = devices, best
-        if _most_on_half(best.estimate) < least:
-            break
-    return smallest
-
-
-def _most_on_half(estimate: Estimate) -> float:
-    """Upper bound of the throughput on half of the devices: computing and the kernels bound by memory take twice as long, at best
-    without any other time and a quarter faster, since they are larger."""
-    computing = sum(
-        estimate.breakdown[f"time.{name}"] for name in TIME_TERMS if BINDS[name] == "compute" or name == "memory-bound"
-    )
-    return estimate.throughput / 2 * 1.25 * estimate.step_ms / max(computing, 1e-9)
-
-
 def distinct_plans(plans: Iterable[Plan]) -> list[Plan]:
-    """Removes plans that are as good as an earlier one on as many devices."""
+    """Removes plans that are as good as an earlier one."""
     kept_plans: list[Plan] = []
     for plan in plans:
-        if not any(plan.devices == earlier.devices and _alike(plan.ranked, earlier.ranked) for earlier in kept_plans):
+        if not any(_alike(plan.ranked, earlier.ranked) for earlier in kept_plans):
             kept_plans.append(plan)
     return kept_plans
 
@@ -228,12 +196,11 @@ def ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def rows(chosen: Sequence[Ranked], safest: Ranked | None, least_memory: Ranked | None, devices: int) -> list[Plan]:
-    """The plans of one number of devices with their roles, without duplicates."""
+def rows(chosen: Sequence[Ranked], safest: Ranked | None, least_memory: Ranked | None) -> list[Plan]:
+    """The plans with their roles, without duplicates."""
     ranked = [
-        Plan(role="fastest" if place == 0 else ordinal(place + 1), ranked=plan, devices=devices)
-        for place, plan in enumerate(chosen)
+        Plan(role="fastest" if place == 0 else ordinal(place + 1), ranked=plan) for place, plan in enumerate(chosen)
     ]
     alternatives = [("safest", safest), ("least memory", least_memory)]
-    ranked += [Plan(role=role, ranked=plan, devices=devices) for role, plan in alternatives if plan is not None]
+    ranked += [Plan(role=role, ranked=plan) for role, plan in alternatives if plan is not None]
     return distinct_plans(ranked)

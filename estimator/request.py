@@ -6,23 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from ..base.collection import without_collection
-from ..base.device import Device, fusion_obstacle
 from ..base.errors import SpaceError, UsageError
-from ..knobs.meaning import FORMATS
 from ..models import Workload
-from ..models.architecture import Architecture
 from ..models.global_batch import shareable, too_few
 from ..models.request import TrainingRequest, resolve
 from ..models.resolve import stated
 from ..models.server_model import ServerModel
-from ..models.spaces import usual_precision
 from ..space import Space
 from .estimator import Estimator
-from .facts.concurrent import trace_ahead, variants_of
-from .facts.model_facts import FLASH, FactsSource, Shape, Variant
+from .facts.model_facts import FactsSource, Shape
 from .facts.traced import TracedFacts
 from .hardware import Hardware, find_hardware
-from .resolved_cache import CachedFacts, ResolvedRequest, key_of, load, store
+from .resolved_cache import CachedFacts, ResolvedRequest, key_of, load, store, variants_of
 from .setup import TrainingSetup
 from .survey import device_of, shape_space
 from .trainers import Trainer, built, find_trainer, numbers_of
@@ -95,9 +90,8 @@ def estimate_request(
         model, name, trains, samples = target, target.name, {"model": target.name}, total
     else:
         previous_source = None if like is None else like.estimator.source
-        ahead = trainer.name == "redline"  # others fix formats, or build modules of their own
         like_traced = previous_source if isinstance(previous_source, TracedFacts) else None
-        model, resolved = _resolved(request, machine, count, like_traced, ahead, before_tracing)
+        model, resolved = _resolved(request, machine, count, like_traced, before_tracing)
         space, space_notes, name, length, trains = (
             resolved.space,
             resolved.notes,
@@ -167,12 +161,10 @@ def _resolved(
     machine: Hardware,
     devices: int,
     previous: TracedFacts | None,
-    ahead: bool,
     before_tracing: Callable[[], None],
 ) -> tuple[FactsSource, ResolvedRequest]:
     """The source of the facts of a request's model, and the rest of the resolved request: from the cache if all of it is there,
-    otherwise resolved, with the model of an earlier request if there is one. With `ahead`, tracing begins while the space is
-    made."""
+    otherwise resolved, with the model of an earlier request if there is one."""
     device = device_of(machine)
     key = key_of(request, device, devices)
     cached = None if key is None else load(key)
@@ -185,37 +177,14 @@ def _resolved(
         setup = TrainingSetup(devices=devices, **without_knobs(cached.space))
         if source.has_all(variants_of(cached.space, setup)):
             return source, cached
-    sources = [] if previous is None else [previous]
     if previous is None:
         before_tracing()
-
-    def on_workload(workload: Workload) -> None:
-        if previous is None:
-            sources.append(TracedFacts(workload, machine.operators, machine.liger))
-            if ahead:
-                trace_ahead(sources[0], _expected(request, workload, device))
-
     with without_collection():
-        answer = resolve(request, device, devices, None if previous is None else previous.workload, on_workload)
+        answer = resolve(request, device, devices, None if previous is None else previous.workload)
     resolved = ResolvedRequest.of(answer)
     if key is not None:
         store(key, resolved)
-    return sources[0], resolved
-
-
-def _expected(request: TrainingRequest, workload: Workload, device: Device) -> list[Variant]:
-    """The variants with the number format and the attention of the default configuration that a request's space will have; none
-    if the space is the user's."""
-    if request.space is not None:
-        return []
-    fixed_values = {**(request.override or {}), **{name: [value] for name, value in (request.fix or {}).items()}}
-    attention = workload.model.default_attention if isinstance(workload.model, Architecture) else "sdpa"
-    usual = {"precision": request.baseline or usual_precision(device), "attention": attention}
-    precision, attention = (next(iter(fixed_values.get(name, ())), value) for name, value in usual.items())
-    if precision not in tuple(FORMATS) or attention not in ("eager", *FLASH):
-        return []  # refused with the rest of the space
-    fusions = fixed_values.get("fusion", (False, True) if fusion_obstacle(device) is None else (False,))
-    return [(precision, attention, bool(fusion), False) for fusion in fusions]
+    return previous or TracedFacts(answer.workload, machine.operators, machine.liger), resolved
 
 
 def _of_shape(

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..space import Space
 from .facts import disk_cache
 from .facts.model_facts import FactsSource, ModelFacts, Variant
 from .facts.traced import derived, named, traced_variant
+from .setup import TrainingSetup
 
 FORMAT = 3
 ROOMS = ("base", "estimator", "knobs", "models", "schedule", "space")
@@ -187,6 +189,13 @@ def _packages() -> dict[str, int]:
     """State of the installed packages: times of the last installation or removal."""
     folders = {entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")}
     return {folder: os.stat(folder).st_mtime_ns for folder in sorted(folders) if os.path.isdir(folder)}
+
+
+def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
+    """Combinations of precision, attention, fusion and kernels in a space; missing knobs have the setup's values."""
+    knob_values: dict[str, tuple[Any, ...]] = {knob.name: knob.values for knob in space.knobs if not knob.derived}
+    names = ("precision", "attention", "fusion", "kernels")
+    return list(product(*(knob_values.get(name, (getattr(setup, name),)) for name in names)))
 
 
 @dataclass

@@ -232,13 +232,11 @@ def resolve(
     device: Device,
     devices: int,
     known: Workload | None = None,
-    on_workload: Callable[[Workload], None] = lambda workload: None,
 ) -> Resolved:
     """Returns the workload and the space of a request, for a number of devices of a kind.
 
     Args:
         known: the workload of an earlier request of the same model, which is not built again.
-        on_workload: called with the workload before its space is made, which takes seconds.
 
     Raises:
         UsageError: a value is unknown or impossible, or contradicts the rest.
@@ -252,7 +250,6 @@ def resolve(
     notes: tuple[str, ...] = ()
     if accumulation is None:
         workload, notes = shared(workload, devices, target=request.target, requested=request.global_batch)
-    on_workload(workload)
 
     def default(allow: tuple[str, ...]) -> Space:
         return make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)

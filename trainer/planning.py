@@ -105,18 +105,7 @@ def beginning_with(space: Space, config: Config) -> Space:
     return copy
 
 
-def smallest(space: Space) -> Space:
-    """Returns the part of a space that needs the least memory, by the effect that each knob declares."""
-    copy = space.copy()
-    for knob in space.free:
-        if knob.monotone_memory and knob.ordered:
-            ascending = sorted(knob.values, key=lambda value: float(value or 0))
-            value = ascending[0 if knob.monotone_memory > 0 else -1]
-            with suppress(SpaceError):  # not valid together with the others
-                copy.fix(knob.name, value)
-    return copy
-
-
+ADVICE = " `redline estimate` names changes with which a configuration fits."
 CLEARLY_LESS = 0.9
 """Share of the smallest failed configuration's predicted memory below which another configuration counts as safer.
 
@@ -125,8 +114,6 @@ covers, and a fragmented allocator cache holds a few percent more than the live 
 together, and costs little speed. If it is not enough, the next failure takes another 10 % off, so that the need is
 halved after seven failures.
 """
-GROWTH = (2, 4, 8, 16, 32, 64)
-"""Multiples of the devices that are tried to find a number on which a configuration fits."""
 LEADERS = 64
 """Number of the fastest configurations that are checked against known failures."""
 DIGITS = 4
@@ -385,13 +372,11 @@ def _outlook(site: _Site, space: Space) -> _Outlook:
     """Predicts the best configuration, by throughput times the probability to run. Configurations that leave too
     little headroom count only if no other fits.
     """
-    from ..estimator.facts.concurrent import trace_space
     from ..estimator.survey import survey
 
     if site.machine is None:
         return _Outlook(estimator=None, survey=None, note=site.note)
     estimator = site.estimator(space, site.devices)
-    trace_space(estimator.source, space, estimator.training)
     limit_mib = estimator.memory_limit_mib
     try:
         surveyed = survey(estimator, space, top=1, order=_hopeful((1.0 - HEADROOM) * limit_mib))
@@ -434,7 +419,7 @@ def _by_dry_runs(
     if result.interrupted:
         raise KeyboardInterrupt
     if result.best is None:
-        raise NothingFound(f"{result.why}{_remedy(site, outlook) if outlook.survey is not None else ''}")
+        raise NothingFound(f"{result.why}.{ADVICE}")
     best, count = result.best, len([trial for trial in result.all_trials if trial.measurement is not None])
     chosen_of = f"the fastest of {count} dry runs" if count > 1 else "the one dry run"
     return Planned(
@@ -454,27 +439,7 @@ def _nothing_fits(site: _Site, outlook: _Outlook) -> str:
     )
     if least is not None:
         message += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({config_text(least.config)})."
-    return message + _remedy(site, outlook)
-
-
-def _remedy(site: _Site, outlook: _Outlook) -> str:
-    """Returns a sentence with the numbers of devices and the memory on which a configuration would fit."""
-    from ..estimator.survey import survey
-
-    assert outlook.survey is not None, "something was predicted"
-    least, devices_text = outlook.survey.smallest, f"{site.devices} device{'s'[: site.devices > 1]}"
-    remedies = [] if least is None else [f"{devices_text} with {_mib(least.estimate.peak_memory_mib)} each"]
-    for times in GROWTH:
-        count = times * site.devices
-        try:
-            space = smallest(site.space(count)[0])
-            fits = survey(site.estimator(space, count), space, top=1).best
-        except SpaceError:  # this number cannot share the global batch, or contradicts the fixed knobs
-            continue
-        if fits:
-            return f" What would fit: {' or '.join([f'{count} devices like these', *remedies])}."
-    not_enough = f" {GROWTH[-1] * site.devices:,} devices like these would not be enough"
-    return f"{not_enough}; what would fit: {remedies[0]}." if remedies else f"{not_enough}."
+    return message + ADVICE
 
 
 def _with_notes(planned: Planned, notes: Sequence[str]) -> Planned:

@@ -81,12 +81,9 @@ def estimator_of(
 def usable(estimator: "Estimator", space: Space, warn: Callable[[str], None]) -> "Estimator | None":
     """Returns the estimator if it can predict this space; otherwise None, and warns with the reason.
 
-    Traces the model's variants, several at the same time; traces are cached on disk.
+    Traces the model's variants; traces are cached on disk.
     """
-    from ..estimator.facts.concurrent import trace_space
-
     try:
-        trace_space(estimator.source, space, estimator.training)
         table = estimator.table(space.sample(min(SAMPLE, len(space)) if space.enumerable else SAMPLE, seed=0))
     except UsageError as error:
         warn(f"the search begins without an estimate: {error}")

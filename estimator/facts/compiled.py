@@ -73,21 +73,6 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
     return replace(facts, parts=parts, notes=(*facts.notes, *notes))
 
 
-def prepare() -> None:
-    """Imports the compiler's modules and registers its operators, which takes a second or two."""
-    from ...base._torch import (
-        PatternMatcherPass,  # the partitioner imports its module, and with it most of Inductor
-        aot_autograd,
-        dynamo,
-        min_cut_rematerialization_partition,
-        select_decomp_table,
-    )
-
-    del PatternMatcherPass, aot_autograd, dynamo, min_cut_rematerialization_partition
-    select_decomp_table()
-    _attention_op()
-
-
 def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
     if not isinstance(workload.model, Architecture):
         return {}

@@ -168,27 +168,12 @@ class Recorder:
 
     # Live bytes.
 
-    @property
-    def live(self) -> float:
-        """Live bytes, without parameters and their gradients."""
-        return self._live
-
-    def keep(self, size: float) -> None:
-        """Counts bytes of memory without a tensor as live; negative ones are freed."""
-        if size > 0:
-            self._grow(size)
-        else:
-            self._live += size
-
     def _track(self, storage: "torch.UntypedStorage") -> None:
         key = id(storage)
         if key in self._sizes or (key in self._weights and key not in self._copies):
             return
         size = storage.nbytes()
         self._sizes[key] = (weakref.ref(storage, lambda _: self._freed(key)), size)
-        self._grow(size)
-
-    def _grow(self, size: float) -> None:
         self._live += size
         if self._backward:
             if self._backward_region is not None:

@@ -2,13 +2,12 @@
 
 Thirty-two identical blocks keep, compute and move the same, so it is enough to record the first of a kind, the second (the first
 may contain tensors that are created once for all) and the last (its backward begins while the loss's gradient is live). The
-others return outputs like those of the second without running, and its record is copied for them.
+others return their inputs, which have the form of their outputs, and the record of the second is copied for them.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ...models.skeleton import stand_ins_for
@@ -18,37 +17,24 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .recorder import Recorder
-
-
-@dataclass(slots=True)
-class _Run:
-    """Record of a block that stand-ins copy."""
-
-    inputs: Any
-    """Its `(args, kwargs)`, with a `Spec` for every tensor."""
-    outputs: Any = None
-    """Return value, with a `_Made` or a `_Passed` for every tensor."""
-    live: float = 0.0
-    """Bytes that stay live after it, without its outputs."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A tensor that a block created."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: Any
-    requires_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """An input tensor that a block returned."""
+class _Like:
+    """An output tensor of a block with the form of an input tensor, or that tensor itself."""
 
     leaf: int
     """Index among the tensors of its inputs."""
+    itself: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Form of a block's call that stand-ins repeat."""
+
+    inputs: Any
+    """Its `(args, kwargs)`, with a `Spec` for every tensor."""
+    outputs: Any
+    """Return value, with a `_Like` for every tensor; None if a tensor has the form of no input."""
 
 
 class StandIns:
@@ -57,11 +43,10 @@ class StandIns:
     Args:
         model: the traced model.
         blocks: paths of its repeated blocks, in their order.
-        recorder: records the step.
     """
 
-    def __init__(self, model: "nn.Module", blocks: "tuple[str, ...]", recorder: "Recorder") -> None:
-        self._model, self._recorder = model, recorder
+    def __init__(self, model: "nn.Module", blocks: "tuple[str, ...]") -> None:
+        self._model = model
         self._runs: dict[str, _Run] = {}
         self._stood_in: dict[str, str] = {}
         self._twin_of = stand_ins_for(model, blocks)
@@ -71,10 +56,7 @@ class StandIns:
         stack = ExitStack()
         for path in {*self._twin_of, *self._twin_of.values()}:
             module = self._model.get_submodule(path)
-            run = self._watching(path, module.forward)
-            if path in self._twin_of:
-                run = self._replacing(path, module.forward)
-            module.forward = run
+            module.forward = self._replacing(path, module.forward)
             stack.callback(delattr, module, "forward")
         return stack
 
@@ -88,40 +70,47 @@ class StandIns:
             for segment in seen
         ]
 
-    def _watching(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _replacing(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            live_before = self._recorder.live
+            inputs, specs = _tensors((args, kwargs)), _specs((args, kwargs))
+            twin = self._runs.get(self._twin_of.get(path, ""))
+            if twin is not None and twin.outputs is not None and _equal(twin.inputs, specs):
+                self._stood_in[path] = self._twin_of[path]
+                return _returned(twin.outputs, inputs)
             outputs = forward(*args, **kwargs)
-            inputs = _tensors((args, kwargs))
-            recorded = _map(lambda tensor: _record(tensor, inputs), outputs)
-            size = sum(_bytes(leaf) for leaf in _leaves(recorded) if isinstance(leaf, _Made))
-            self._runs[path] = _Run(_specs((args, kwargs)), recorded, self._recorder.live - live_before - size)
+            self._runs[path] = _Run(specs, _form(outputs, inputs))
             return outputs
 
         return run
 
-    def _replacing(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            twin = self._runs.get(self._twin_of[path])
-            inputs = _tensors((args, kwargs))
-            if twin is None or not _equal(twin.inputs, _specs((args, kwargs))) or not _reachable(twin, inputs):
-                return forward(*args, **kwargs)
-            self._stood_in[path] = self._twin_of[path]
-            return self._like(twin, inputs)
 
-        return run
+def _form(outputs: Any, inputs: "list[torch.Tensor]") -> Any:
+    """The outputs of a block with a `_Like` for every tensor; None if one has the form of no input."""
+    import torch
 
-    def _like(self, twin: _Run, inputs: "list[torch.Tensor]") -> Any:
-        created = [leaf for leaf in _leaves(twin.outputs) if isinstance(leaf, _Made)]
-        fresh = iter(_function().apply(self._recorder, twin.live, tuple(created), *inputs))
-        self._recorder.keep(twin.live)
+    from ...base._torch import tree_map_only
 
-        def give(leaf: Any) -> Any:
-            if isinstance(leaf, _Passed):
-                return inputs[leaf.leaf]
-            return next(fresh) if isinstance(leaf, _Made) else leaf
+    forms = [Spec.of(tensor) for tensor in inputs]
+    if any(Spec.of(tensor) not in forms for tensor in _tensors(outputs)):
+        return None
 
-        return _map_all(give, twin.outputs)
+    def like(tensor: "torch.Tensor") -> _Like:
+        itself = [index for index, candidate in enumerate(inputs) if candidate is tensor]
+        return _Like(itself[0] if itself else forms.index(Spec.of(tensor)), bool(itself))
+
+    return tree_map_only(torch.Tensor, like, outputs)
+
+
+def _returned(outputs: Any, inputs: "list[torch.Tensor]") -> Any:
+    """The outputs of a stand-in: aliases of its inputs, whose gradients pass through unchanged."""
+    import torch
+
+    from ...base._torch import tree_map_only
+
+    def tensor_of(leaf: _Like) -> "torch.Tensor":
+        return inputs[leaf.leaf] if leaf.itself else torch.ops.aten.alias.default(inputs[leaf.leaf])
+
+    return tree_map_only(_Like, tensor_of, outputs)
 
 
 def _copied(segment: Segment, twin: Segment) -> Segment:
@@ -141,85 +130,20 @@ def _copied(segment: Segment, twin: Segment) -> Segment:
     )
 
 
-def _reachable(twin: _Run, inputs: "list[torch.Tensor]") -> bool:
-    """True if gradients can flow from the created tensors to the inputs."""
-    if any(isinstance(leaf, _Made) and leaf.requires_grad for leaf in _leaves(twin.outputs)):
-        return any(tensor.requires_grad for tensor in inputs)
-    return True
-
-
-def _record(tensor: "torch.Tensor", inputs: "list[torch.Tensor]") -> "_Made | _Passed":
-    for index, candidate in enumerate(inputs):
-        if candidate is tensor:
-            return _Passed(index)
-    return _Made(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
-
-
-def _bytes(created: _Made) -> float:
-    size = float(created.dtype.itemsize)
-    for extent in created.shape:
-        size *= extent
-    return size
-
-
-@cache
-def _function() -> Any:
-    import torch
-
-    class StandIn(torch.autograd.Function):
-        """Creates output tensors from inputs, and gradients of the inputs from those of the outputs."""
-
-        @staticmethod
-        def forward(ctx: Any, recorder: Any, live: float, created: tuple[_Made, ...], *inputs: Any) -> Any:
-            ctx.recorder, ctx.live = recorder, live
-            ctx.given = [(Spec.of(tensor), tensor.stride()) for tensor in inputs]
-            outputs = [torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype) for tensor in created]
-            ctx.mark_non_differentiable(
-                *(tensor for tensor, record in zip(outputs, created) if not record.requires_grad)
-            )
-            return tuple(outputs)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            ctx.recorder.keep(-ctx.live)
-            back = [
-                torch.empty_strided(spec.shape, stride, dtype=spec.dtype) if spec.requires_grad else None
-                for spec, stride in ctx.given
-            ]
-            return (None, None, None, *back)
-
-    return StandIn
-
-
 def _tensors(value: Any) -> "list[torch.Tensor]":
     import torch
 
-    return [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _leaves(value: Any) -> list[Any]:
     from ...base._torch import tree_leaves
 
-    return tree_leaves(value)
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with its tensors changed."""
+def _specs(value: Any) -> Any:
     import torch
 
     from ...base._torch import tree_map_only
 
-    return tree_map_only(torch.Tensor, change, value)
-
-
-def _map_all(change: Callable[[Any], Any], value: Any) -> Any:
-    from ...base._torch import tree_map
-
-    return tree_map(change, value)
-
-
-def _specs(value: Any) -> Any:
-    return _map(Spec.of, value)
+    return tree_map_only(torch.Tensor, Spec.of, value)
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -2,15 +2,12 @@
 
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...base.collection import without_collection
 from ...base.errors import WorkloadError
-from ...base.forked import ForkedCall, started
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.lora import lora_of
@@ -49,8 +46,6 @@ class TracedFacts:
     _known: dict[Variant, ModelFacts] = field(default_factory=dict, init=False, repr=False)
     _failed: dict[Variant, WorkloadError] = field(default_factory=dict, init=False, repr=False)
     _steps: dict[Step, "tuple[Layout, StepTrace]"] = field(default_factory=dict, init=False, repr=False)
-    _layout: Layout | None = field(default=None, init=False, repr=False)
-    _begun: dict[Step, ForkedCall[Mapping[Variant, ModelFacts]]] = field(default_factory=dict, init=False, repr=False)
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant.
@@ -65,81 +60,17 @@ class TracedFacts:
     def _traced(self, variant: Variant) -> ModelFacts:
         if variant in self._failed:
             raise self._failed[variant]
-        if variant not in self._known and step_of(variant) in self._begun:
-            self.finish(step_of(variant))
         if variant not in self._known:
             precision, attention, fusion, liger = variant
             try:
                 self._known[variant] = trace_facts(
                     self.workload, precision=precision, attention=attention, fusion=fusion, liger=liger,
-                    device_type=self.device_type, folder=self.folder, steps=self._steps, layout=self._layout,
+                    device_type=self.device_type, folder=self.folder, steps=self._steps,
                 )  # fmt: skip
             except WorkloadError as error:
                 self._failed[variant] = error
                 raise
         return self._known[variant]
-
-    def prepare(self, fusion: bool) -> None:
-        """Does what all variants have in common, with `fusion` also for those that compile blocks: copies of this source in other
-        processes need not do it again.
-
-        Raises:
-            WorkloadError: the model cannot be built.
-        """
-        self._layout = self._layout or Layout.of(self.workload)
-        if fusion:
-            from .compiled import prepare
-
-            prepare()
-
-    @property
-    def begun(self) -> Mapping[Step, ForkedCall[Mapping[Variant, ModelFacts]]]:
-        """The forked processes that trace a step."""
-        return self._begun
-
-    def begin(self, variants: Sequence[Variant]) -> bool:
-        """Starts tracing variants that share a step in a forked process. False if none can be started.
-
-        With `fusion` and without `prepare`, a second process traces the step while the first loads the compiler.
-        """
-        step, stepping = step_of(variants[0]), None
-        if self._layout is None and any(fusion for _, _, fusion, _ in variants):
-            stepping = started(partial(traced_step, self.workload, step, self.device_type))
-        call = started(partial(self._trace_all, variants, stepping))
-        if call is not None:
-            self._begun[step] = call
-        return call is not None
-
-    def finish(self, step: Step) -> int:
-        """Waits for the variants of a step that is being traced. Returns their number."""
-        traced = self._begun.pop(step).result()
-        self._known.update(traced)
-        return len(traced)
-
-    def _trace_all(
-        self, variants: Sequence[Variant], stepping: "ForkedCall[tuple[Layout, StepTrace]] | None"
-    ) -> Mapping[Variant, ModelFacts]:
-        """The facts of variants, without those from the first that fails: its error is raised when it is requested."""
-        traced = {}
-        with suppress(WorkloadError):
-            if stepping is not None:
-                from .compiled import prepare
-
-                prepare()
-                self._steps[step_of(variants[0])] = stepping.result()
-            for variant in variants:
-                traced[variant] = self._traced(variant)
-        return traced
-
-    def is_known(self, variant: Variant) -> bool:
-        """True if a variant that is to be traced is in memory or on disk."""
-        if variant in self._known:
-            return True
-        key = disk_cache.key_of(self.workload.model_id, named(variant, self.device_type))
-        stored = disk_cache.load(key, self.folder)
-        if stored is not None:
-            self._known[variant] = stored
-        return stored is not None
 
 
 def traced_variant(variant: Variant, liger: bool) -> Variant:
@@ -154,12 +85,6 @@ def derived(traced: ModelFacts, precision: str, kernels: bool) -> ModelFacts:
     """The facts of a variant from those of its `traced_variant`."""
     formed = unformed(traced) if kernels else traced
     return formed if formed.precision == precision else replace(formed, precision=precision)
-
-
-def step_of(variant: Variant) -> Step:
-    """Key of the step that a traced variant starts from."""
-    precision, attention, _, liger = variant
-    return precision, attention, liger
 
 
 def named(variant: Variant, device_type: str) -> dict[str, Any]:
@@ -178,7 +103,6 @@ def trace_facts(
     folder: Path | None = None,
     cached: bool = True,
     steps: "dict[Step, tuple[Layout, StepTrace]] | None" = None,
-    layout: Layout | None = None,
 ) -> ModelFacts:
     """The facts of a workload: parameters, products, FLOPs, kept bytes and memory traffic, part by part.
 
@@ -192,7 +116,6 @@ def trace_facts(
         folder: of the cache; None for the user's.
         cached: True to read and write the cache.
         steps: steps that were traced; a variant with fusion starts from the one without.
-        layout: the model's blocks and their division, if known.
 
     Raises:
         TracingError: the model cannot be traced; names the operator, and has the facts that are known without
@@ -209,27 +132,10 @@ def trace_facts(
     if stored is not None:
         return stored
     with without_collection():
-        facts = _trace(workload, variant, device_type, {} if steps is None else steps, layout)
+        facts = _trace(workload, variant, device_type, {} if steps is None else steps)
     if cached:
         disk_cache.store(key, facts, folder)
     return facts
-
-
-def traced_step(
-    workload: Workload, step: Step, device_type: str, layout: Layout | None = None
-) -> tuple[Layout, StepTrace]:
-    """The layout of a workload's model, which may be given, and the trace of a step.
-
-    Raises:
-        WorkloadError: the model cannot be built, or its batch or loss is invalid.
-    """
-    precision, attention, liger = step
-    layout = layout or Layout.of(workload)
-    seen = trace_step(
-        workload, layout.blocks, layout.split, precision=precision, attention=attention, device_type=device_type,
-        liger=liger,
-    )  # fmt: skip
-    return layout, seen
 
 
 def _trace(
@@ -237,13 +143,16 @@ def _trace(
     variant: Variant,
     device_type: str,
     steps: "dict[Step, tuple[Layout, StepTrace]]",
-    layout: Layout | None,
 ) -> ModelFacts:
-    precision, attention, fusion, _ = variant
-    step = step_of(variant)
+    precision, attention, fusion, liger = variant
+    step = (precision, attention, liger)
     if step not in steps:
-        layout = layout or next((known_layout for known_layout, _ in steps.values()), None)
-        steps[step] = traced_step(workload, step, device_type, layout)
+        layout = next((layout_of_step for layout_of_step, _ in steps.values()), None) or Layout.of(workload)
+        seen = trace_step(
+            workload, layout.blocks, layout.split, precision=precision, attention=attention, device_type=device_type,
+            liger=liger,
+        )  # fmt: skip
+        steps[step] = layout, seen
     layout, seen = steps[step]
     vocabulary, tied = _head(seen, layout)
     facts = ModelFacts(

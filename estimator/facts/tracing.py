@@ -86,7 +86,7 @@ def trace_step(
         if frozen := frozen_format(workload, precision):
             cast_frozen(model, getattr(torch, HALVES[frozen]))
         recorder = Recorder(model, set(blocks), split, samples, workload.seq_len)
-        stand_ins = StandIns(model, () if every_block else tuple(blocks), recorder)
+        stand_ins = StandIns(model, () if every_block else tuple(blocks))
         step = ForwardPass(workload, model)
         half = HALVES.get(precision)
         autocast = torch.autocast("cpu", getattr(torch, half)) if half else nullcontext()

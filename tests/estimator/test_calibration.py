@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from redline.estimator import Estimator, TrainingSetup
-from redline.estimator.calibration import ALIKE, Correction, carried, fit
+from redline.estimator.calibration import Correction, fit
 from redline.estimator.time import TIME_TERMS
 from redline.results import Measurement, Status, Trial
 
@@ -308,50 +308,3 @@ def test_an_impossible_configuration_has_no_effects(plain):
     table = plain.table([{"pp": 32, "dp": 1, "micro_batch": 1}, CONFIGS[0]])
     assert np.isinf(table.step_ms[0]) and (table.log_throughput_effects[0] == 0).all()
     assert np.isfinite(table.log_throughput_effects).all()
-
-
-def test_transferred_calibration_is_the_joint_normal_distribution_s():
-    """Measurements z_r = theta_r + error of two trainings, and theta of a third, as one conditioned Gaussian."""
-    rng = np.random.default_rng(3)
-    roots = rng.normal(size=(2, 3, 3)) * PRIOR
-    errors = [root @ root.T + 1e-4 * np.eye(3) for root in roots]
-    measured = rng.normal(size=(2, 3)) * PRIOR
-    variance = np.diag(PRIOR**2)
-    found = []
-    for error_r, z in zip(errors, measured):
-        covariance = np.linalg.inv(np.linalg.inv(variance) + np.linalg.inv(error_r))
-        found.append(Correction(covariance @ np.linalg.inv(error_r) @ z, covariance, trials=5))
-    got = carried(found, PRIOR)
-
-    common = ALIKE * variance
-    seen = np.block([[variance + errors[0], common], [common, variance + errors[1]]])
-    cross = np.hstack([common, common])
-    gain = cross @ np.linalg.inv(seen)
-    np.testing.assert_allclose(got.theta, gain @ measured.ravel(), rtol=1e-8)
-    np.testing.assert_allclose(got.covariance, variance - gain @ cross.T, rtol=1e-8, atol=1e-12)
-    assert got.trials == 10
-
-
-def test_a_calibration_without_trials_transfers_nothing(plain):
-    for others in ([], [plain], [plain.calibrate([])]):
-        found = plain.carrying(others).table(CONFIGS)
-        np.testing.assert_allclose(found.step_ms, plain.table(CONFIGS).step_ms, rtol=1e-12)
-        np.testing.assert_allclose(found.log_throughput_std, plain.table(CONFIGS).log_throughput_std, rtol=1e-9)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_device_terms_learned_from_other_trainings_apply_to_a_new_one(plain, seed):
-    rng = np.random.default_rng(seed)
-    factors = {"time.matmul": 1.3, "time.attention": 1.3, "time.tensor parallel": 1.7, "time.data parallel": 1.7}
-    step, _ = truth(plain, rng, factors=factors)
-    others = []
-    for layers, hidden in ((12, 1024), (48, 4096), (32, 2560)):
-        other = Estimator({**SHAPE, "layers": layers, "hidden": hidden}, "a100-80gb", SETUP)
-        chosen = rng.choice(len(CONFIGS), 12, replace=False)
-        others.append(other.calibrate(trials(chosen, *truth(other, rng, factors=factors))))
-    carrying = plain.carrying(others)
-    assert error(carrying, step) < 0.5 * error(plain, step)
-    sure, unsure = carrying.table(CONFIGS).log_throughput_std, plain.table(CONFIGS).log_throughput_std
-    assert (sure < unsure).all()
-    assert (carrying._time.covariance.diagonal() >= (1 - ALIKE) * np.array(plain._time_prior()) ** 2).all()
-    assert carrying.calibrated == 36

@@ -1,17 +1,17 @@
 """Facts by tracing: parameters and FLOPs equal those of the shape numbers, kept bytes those of a real step."""
 
+import itertools
 import json
-import os
 import threading
 
 import pytest
 import redline as rl
 import torch
-from redline.base import forked
-from redline.estimator import ModelFacts
-from redline.estimator.facts import concurrent, disk_cache
+from redline.estimator import ModelFacts, TrainingSetup
+from redline.estimator.facts import disk_cache
 from redline.estimator.facts.layout import Layout, _sharded
 from redline.estimator.facts.traced import TracedFacts, TracingError, trace_facts
+from redline.estimator.resolved_cache import variants_of
 from redline.models import flops_of
 from redline.models.skeleton import skeleton
 from torch import nn
@@ -213,173 +213,27 @@ def test_writers_at_the_same_time_leave_a_whole_file(tmp_path):
     assert [each.name for each in (tmp_path / "facts").iterdir()] == ["key.json"]
 
 
-def with_two_cores(check, *args):
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (concurrent, forked):
-            patch.setattr(module, "usable_cores", lambda: 2)
-        patch.setattr(forked.threading, "active_count", lambda: 1)
-        check(*args, patch)
-
-
-def test_variants_traced_ahead_in_processes_are_those_traced_here(fresh, tmp_path):
-    fresh.run(with_two_cores, check_traced_ahead, tmp_path)
-
-
-def check_traced_ahead(tmp_path, monkeypatch):
-    from redline.estimator import TrainingSetup
-    from redline.estimator.facts.traced import TracedFacts
-
-    workload = rl.workload("gpt2-tiny")
+def test_the_variants_of_a_space_are_those_of_its_knobs_and_of_the_setup():
     space = rl.Space()
     space.choice("precision", ["fp32", "bf16"])
-    variants = concurrent.variants_of(space, TrainingSetup())
-    assert variants == [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)]
-    source = TracedFacts(workload, folder=tmp_path / "ahead")
-    concurrent.trace_concurrently(source, variants)
-    monkeypatch.setattr("redline.estimator.facts.traced._trace", None)  # nothing is left to trace
-    made = [source.facts(precision=each, attention="sdpa", fusion=False) for each in ("fp32", "bf16")]
-    monkeypatch.undo()
-    assert made == [trace_facts(workload, precision=each, folder=tmp_path / "here") for each in ("fp32", "bf16")]
+    assert variants_of(space, TrainingSetup()) == [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)]
 
 
-def test_variants_begun_while_the_space_is_made_are_waited_for(fresh, tmp_path):
-    fresh.run(with_two_cores, check_begun, tmp_path)
+def test_a_step_is_traced_once_for_tf32_and_fp32_and_with_and_without_fusion(tmp_path, monkeypatch):
+    from redline.estimator.facts import traced
 
-
-def check_begun(tmp_path, monkeypatch):
-    from redline.estimator.facts.traced import TracedFacts
-
-    workload = rl.workload("gpt2-tiny")
-    variants = [(each, "sdpa", fusion, False) for each in ("fp32", "bf16") for fusion in (False, True)]
-    source = TracedFacts(workload, folder=tmp_path / "ahead")
-    concurrent.trace_ahead(source, variants)
-    assert list(source.begun) == [("fp32", "sdpa", False)], "one core is this process's"
-    seen = []
-    concurrent.trace_concurrently(source, variants, lambda done, total: seen.append((done, total)))
-    assert not source.begun and sorted(done for done, _ in seen) == [2, 4]
-    monkeypatch.setattr("redline.estimator.facts.traced._trace", None)  # nothing is left to trace
-    made = [source.facts(precision=each[0], attention="sdpa", fusion=each[2]) for each in variants]
-    monkeypatch.undo()
-    assert made == [
-        trace_facts(workload, precision=each[0], fusion=each[2], folder=tmp_path / "here") for each in variants
-    ]
-
-
-@pytest.mark.parametrize("ends", [False, True], ids=["traces", "ends"])
-def test_one_process_traces_the_step_while_another_loads_the_compiler(ends, fresh, tmp_path):
-    fresh.run(with_two_cores, check_two_processes, ends, tmp_path)
-
-
-def check_two_processes(ends, tmp_path, monkeypatch):
-    from redline.estimator.facts import compiled, traced
-
-    step, prepare = traced.traced_step, compiled.prepare
-
-    def noted(name):
-        with (tmp_path / name).open("a") as file:
-            file.write(f"{os.getpid()}\n")
-
-    def traced_step(*terms):
-        first = not (tmp_path / "step").exists()
-        noted("step")
-        if ends and first:
-            os._exit(1)
-        return step(*terms)
-
-    monkeypatch.setattr(traced, "traced_step", traced_step)
-    monkeypatch.setattr(compiled, "prepare", lambda: [noted("compiler"), prepare()])
-    workload, variant = rl.workload("llama-tiny"), ("bf16", "sdpa", True, False)
-    source = traced.TracedFacts(workload, folder=tmp_path / "facts")
-    concurrent.trace_ahead(source, [variant])
-    assert source.finish(("bf16", "sdpa", False)) == 1
-    steps, compilers = ((tmp_path / name).read_text().split() for name in ("step", "compiler"))
-    assert len({*steps[:1], *compilers, str(os.getpid())}) == 3
-    assert steps[1:] == (compilers if ends else [])
-    monkeypatch.undo()
-    found = source.facts(precision="bf16", attention="sdpa", fusion=True)
-    assert found == trace_facts(workload, precision="bf16", fusion=True, folder=tmp_path / "here")
-
-
-@pytest.mark.parametrize(
-    ("asked", "first"),
-    [
-        ({}, ("bf16", "sdpa")),
-        ({"fix": {"precision": "fp16", "attention": "eager"}}, ("fp16", "eager")),
-        ({"override": {"precision": ["fp32", "bf16"]}, "fix": {"fusion": True}}, ("fp32", "sdpa")),
-        ({"baseline": "fp32"}, ("fp32", "sdpa")),
-    ],
-)
-def test_what_is_traced_while_the_space_is_made_is_in_the_space(asked, first, monkeypatch, tmp_path):
-    from redline.estimator import request
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    expected = []
-    monkeypatch.setattr(request, "trace_ahead", lambda source, variants: expected.extend(variants))
-    made = request.estimate_request("llama-tiny", "h100-80gb", seq_len=32, **asked)
-    in_space = concurrent.variants_of(made.space, made.estimator.training)
-    assert set(expected) <= set(in_space) and {each[:2] for each in expected} == {first}
-    assert {each for each in in_space if each[:2] == first and not each[3]} == set(expected)
-
-
-def test_nothing_is_traced_ahead_of_a_space_that_is_refused_or_the_users(monkeypatch, tmp_path):
-    from redline.estimator import request
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    expected = []
-    monkeypatch.setattr(request, "trace_ahead", lambda source, variants: expected.extend(variants))
-    for wrong in ("fp7", ["bf16"], 3):
-        with pytest.raises((rl.SpaceError, rl.UsageError)):
-            request.estimate_request("gpt2-tiny", "h100-80gb", fix={"precision": wrong})
-    space = rl.Space()
-    space.choice("micro_batch", [1, 2])
-    request.estimate_request("gpt2-tiny", "h100-80gb", space=space)
-    request.estimate_request("gpt2-tiny", "h100-80gb", framework="megatron")
-    assert expected == []
-
-
-def test_without_another_process_variants_are_traced_when_they_are_requested(tmp_path, monkeypatch):
-    from redline.estimator.facts.traced import TracedFacts
-
-    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 2)
+    steps, trace_step = [], traced.trace_step
+    monkeypatch.setattr(
+        traced, "trace_step", lambda *args, **terms: [steps.append(terms["precision"]), trace_step(*args, **terms)][1]
+    )
     source = TracedFacts(rl.workload("gpt2-tiny"), folder=tmp_path)
-    variants = [(each, "sdpa", False, False) for each in ("fp32", "bf16")]
-    concurrent.trace_ahead(source, variants)
-    concurrent.trace_concurrently(source, variants)
-    assert not source.begun and not (tmp_path / "facts").exists()
-    assert source.facts(precision="bf16", attention="sdpa", fusion=False).precision == "bf16"
+    for precision, fusion in itertools.product(("tf32", "fp32", "bf16"), (False, True)):
+        assert source.facts(precision=precision, attention="sdpa", fusion=fusion).precision == precision
+    assert steps == ["fp32", "bf16"]
 
 
-def test_tf32_is_not_traced_beside_fp32(monkeypatch):
-    began = []
-
-    class Source:
-        def __init__(self):
-            self.begun, self.liger = {}, False
-
-        def is_known(self, variant):
-            return False
-
-        def begin(self, variants):
-            began.append(variants)
-            return True
-
-    monkeypatch.setattr(concurrent, "usable_cores", lambda: 3)
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
-    names = ("tf32", "fp32", "bf16")
-    concurrent.trace_ahead(Source(), [(each, "sdpa", True, kernels) for each in names for kernels in (False, True)])
-    assert began == [[("fp32", "sdpa", True, False)], [("bf16", "sdpa", True, False)]]
-
-
-def test_a_model_that_cannot_be_traced_ahead_is_told_when_it_is_asked_for(tmp_path, monkeypatch):
-    from redline.estimator.facts import concurrent
-    from redline.estimator.facts.traced import TracedFacts
-
+def test_a_model_that_cannot_be_traced_is_refused_each_time_it_is_asked_for(tmp_path):
     source = TracedFacts(rl.Workload(model=Reads, batch=own_batch, loss=own_loss), folder=tmp_path)
-    for module in (concurrent, forked):
-        monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
-    concurrent.trace_concurrently(source, [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)])
     for _ in range(2):
         with pytest.raises(TracingError, match="683 parameters"):
             source.facts(precision="fp32", attention="sdpa", fusion=False)
@@ -395,9 +249,11 @@ def test_a_model_of_many_equal_blocks_has_the_layout_of_each():
     )
 
 
-def test_facts_do_not_depend_on_the_global_batch(tmp_path):
+def test_facts_do_not_depend_on_the_global_batch(tmp_path, monkeypatch):
     """The cache stores them for any global batch."""
     trained = rl.workload("gpt2-tiny", seq_len=16, global_batch=8)
-    trace_facts(trained, precision="fp32", folder=tmp_path)
+    facts = trace_facts(trained, precision="fp32", folder=tmp_path)
     other = TracedFacts(trained.with_global_batch(32), folder=tmp_path)
-    assert other.workload.id != trained.id and other.is_known(("fp32", "sdpa", False, False))
+    monkeypatch.setattr("redline.estimator.facts.traced._trace", None)  # nothing is left to trace
+    assert other.workload.id != trained.id
+    assert other.facts(precision="fp32", attention="sdpa", fusion=False) == facts

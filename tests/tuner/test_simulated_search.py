@@ -124,22 +124,6 @@ def cpu():
     )  # fmt: skip
 
 
-def test_variants_that_cannot_be_traced_at_the_same_time_are_a_warning(monkeypatch):
-    from redline.estimator.facts import concurrent
-
-    def refuse(*_):
-        raise rl.UsageError("this model has no blocks")
-
-    monkeypatch.setattr(concurrent, "trace_space", refuse)
-    workload = rl.workload("gpt2-tiny")
-    space = rl.Space()
-    space.choice("micro_batch", [1, 2])
-    estimator = predicting.estimator_of(workload, space, devices=1, hardware=cpu(), memory_limit_mib=1000.0)
-    messages = []
-    assert predicting.usable(estimator, space, messages.append) is None
-    assert messages == ["the search begins without an estimate: this model has no blocks"]
-
-
 def test_an_untraceable_model_is_searched_without_an_estimate_with_one_warning():
     workload = rl.Workload(model=Reads, batch=make_batch, loss=make_loss, global_batch=8)
     space = rl.Space()
