@@ -18,7 +18,7 @@ EXAMPLES = """\b
 Examples:
   redline doctor
   redline doctor --json
-  redline doctor --measure --ranks 2 --out this-machine.yaml
+  redline doctor --measure --out this-machine.yaml
 """
 
 _NEEDED = (
@@ -52,28 +52,21 @@ _HEBO = "pip install --no-deps HEBO==0.3.6 && pip install 'redline[hebo]'"
 @click.command(
     epilog=EXAMPLES,
 )
-@click.option("--measure", is_flag=True, help="Measure rates, bandwidths and links, and write a hardware file.")
-@click.option(
-    "--ranks",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Ranks for links.  [default: one for each GPU, none on a CPU]",
-)
+@click.option("--measure", is_flag=True, help="Measure rates and bandwidths, and write a hardware file.")
 @click.option("-o", "--out", metavar="FILE", help="The hardware file, for `--hardware`.  [default: hardware.yaml]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> None:
+def doctor(measure: bool, out: str | None, as_json: bool) -> None:
     """Check versions, devices, memory and missing dependencies of this machine, with the features that they disable.
 
-    With --measure it also measures the rate of matrix products, the bandwidth of a copy and, among ranks, of
-    all-reduce and point-to-point, and on a GPU products of many sizes and attention. It writes them to a file for
-    `redline estimate --hardware`; estimates for this machine's GPUs use them without it.
+    With --measure it also measures the rate of matrix products and the bandwidths of a copy in memory and from the
+    host, and writes them to a file for `redline estimate --hardware`.
     """
-    if not measure and (ranks is not None or out is not None):
-        raise UsageError(f"{'--ranks' if ranks is not None else '--out'} needs --measure")
+    if not measure and out is not None:
+        raise UsageError("--out needs --measure")
     path = _checked_path(Path(out or "hardware.yaml")) if measure else None
     facts = examine()
     if path is not None:
-        facts["measured"] = _measure(ranks, path, facts["device"]["count"], facts["device"]["type"])
+        facts["measured"] = _measure(path)
     if as_json:
         click.echo(json.dumps(facts))
         return
@@ -111,17 +104,13 @@ def _checked_path(path: Path) -> Path:
     return path
 
 
-def _measure(ranks: int | None, path: Path, count: int, kind: str) -> dict[str, Any]:
+def _measure(path: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from ..estimator.measuring import keep, measure
-    from ..estimator.measuring_kernels import PRODUCT_SIZES
+    from ..estimator.measuring import measure
 
-    if kind == "cuda" and ranks is not None and ranks > count:
-        raise UsageError(f"--ranks {ranks}: there are {count} GPUs, and each rank needs one")
-    measurement = measure(ranks=ranks)
+    measurement = measure()
     hardware = measurement.to_hardware()
-    keep(measurement)
     try:
         hardware.to_yaml(path)
     except OSError as error:
@@ -132,16 +121,6 @@ def _measure(ranks: int | None, path: Path, count: int, kind: str) -> dict[str, 
         },
         "memory_gb_per_s": measurement.memory_gb_per_s,
         "host_gb_per_s": measurement.host_gb_per_s,
-        "kernels": None
-        if measurement.kernels is None
-        else {
-            "products": dict(hardware.products or {}),
-            "sizes": len(PRODUCT_SIZES),
-            "error": measurement.kernels.error,
-            "attention": measurement.kernels.attention,
-        },
-        "links": {name: dict(numbers) for name, numbers in measurement.links.items()},
-        "ranks": measurement.ranks,
         "file": str(path),
         "hardware": asdict(hardware),
     }
@@ -152,28 +131,9 @@ def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
     for name, rates in measured["tflops"].items():
         sides = ", ".join(f"{1e3 * rate:,.0f} at {side}" for side, rate in rates.items())
         lines.append(f"  matrix products in {name}: GFLOP/s {sides}")
-    if (kernels := measured["kernels"]) is not None:
-        products, attention = kernels["products"], kernels["attention"]
-        lines.append(
-            f"  products of {kernels['sizes']} sizes: {100 * products['rate']:.0f} % of the peak when large, "
-            f"{100 * products['rate'] * products['sustained']:.0f} % sustained; median error of the curve "
-            f"{100 * kernels['error']:.0f} %"
-        )
-        lines.append(
-            "  fused attention: no kernel here"
-            if attention is None
-            else f"  fused attention, forward and backward: {100 * attention:.0f} % of the peak for long sequences"
-        )
     lines.append(f"  copy: {measured['memory_gb_per_s']:,.1f} GB/s read and written")
     if measured["host_gb_per_s"] is not None:
         lines.append(f"  host to device: {measured['host_gb_per_s']:,.1f} GB/s")
-    for name, numbers in measured["links"].items():
-        lines.append(
-            f"  {name} among {measured['ranks']} ranks: {numbers['gb_per_s']:,.2f} GB/s, "
-            f"{numbers['latency_us']:,.0f} us a message"
-        )
-    if not measured["links"]:
-        lines.append("  links: not measured with one rank; the file contains assumed values (--ranks N measures them)")
     if measured["hardware"]["note"]:
         lines.append(f"  {measured['hardware']['note']}")
     return [*lines, f"written to {path}: `redline estimate MODEL --hardware {path}`"]

@@ -5,18 +5,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..base.device import Device, detect, usable_cores
 from ..base.errors import RunnerError
-from ..base.scratch import Scratch
-from .collectives import STEPS_OF_A_LATENCY
-from .constants import Constants
 from .facts import disk_cache
-from .hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS, Hardware, Link, recognise
-from .measuring_kernels import PRODUCT_SIZES, Kernels, measure_kernels, to_mapping
+from .hardware import LINKS, SLOWEST_GB_PER_S, SLOWEST_TFLOPS, Hardware, Link, recognise
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +23,6 @@ SHORT_SIZES = {"cpu": (768,), "cuda": (8192,)}
 """Sides in the short measurement."""
 COPY_BYTES = {"cpu": 64 * 1024**2, "cuda": 1024**3}
 """Bytes of the copied tensor; it exceeds the caches."""
-MESSAGE_BYTES = {"cpu": (4096, 8 * 1024**2), "cuda": (4096, 64 * 1024**2)}
-"""A small message, for the latency, and a large one, for the bandwidth."""
 SECONDS = 0.15
 """Time for each number of the short measurement."""
 WINDOWS = 5
@@ -53,14 +47,8 @@ class Measured:
     """Rate of square products by dtype and side, 1e12 FLOP/s."""
     memory_gb_per_s: float
     """Bytes read and written in a copy, 1e9 bytes/s."""
-    kernels: Kernels | None = None
-    """Products and attention by their sizes; None on a CPU and in a short measurement."""
     host_gb_per_s: float | None = None
     """Between host and device, 1e9 bytes/s; None on a CPU."""
-    links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """`all-reduce` and `point-to-point` among ranks: `gb_per_s` and `latency_us`."""
-    ranks: int = 1
-    """Number of ranks in the measurement of links."""
     busy: bool = False
     """True if other processes interrupted nearly all calls on a CPU."""
 
@@ -71,77 +59,37 @@ class Measured:
         return busy if self.busy else ""
 
     def to_hardware(self) -> Hardware:
-        """The measurements as `Hardware`. A link that was not measured has the table's value for the device, or that of
-        memory. If kernels were measured, a device of the table keeps its datasheet's rates, which they refer to."""
-        peak = {name: max(rates.values()) for name, rates in self.tflops.items() if rates}
-        listed = table_entry(self.device)
-        link = self._link(listed)
-        sources = dict.fromkeys(("tflops", "memory_gb_per_s", "host_gb_per_s"), f"measured on {self.device.name}")
-        sources["intra_node"] = f"measured among {self.ranks} ranks" if self.links else "assumed"
-        kernels = self.kernels
-        curves: dict[str, Any] = {}
-        if kernels is not None:
-            curves = {"products": to_mapping(kernels.products), "attention": kernels.attention}
-            sources["products"] = (
-                f"measured on {self.device.name}: {len(PRODUCT_SIZES)} sizes, median error {100 * kernels.error:.1f} %"
-            )
-        if listed is not None and kernels is not None:
-            return listed.replace(
-                memory_gib=round(self.device.memory_mib / 1024, 2),
-                devices_per_node=max(1, self.device.count),
-                intra_node=link,
-                host_gb_per_s=round(self.host_gb_per_s or listed.host_gb_per_s, 2),
-                sources={
-                    **listed.sources,
-                    **{name: sources[name] for name in ("products", "intra_node", "host_gb_per_s")},
-                },
-                **curves,
-            )
+        """The measurements as `Hardware`. A device of the table keeps its datasheet's rates and links, which its curves refer to;
+        the links of others are assumed: those of PCIe, or of memory."""
+        listed = hardware_of(self.device)
+        host = {"host_gb_per_s": f"measured on {self.device.name}"}
+        if listed is not None and self.host_gb_per_s is not None:
+            return listed.replace(host_gb_per_s=round(self.host_gb_per_s, 2), sources={**listed.sources, **host})
+        on_cpu = self.device.type == "cpu"
+        # Ranks of one machine communicate through memory: a copy out, a sum and a copy in.
+        memory = Link(name="shared memory", gb_per_s=round(self.memory_gb_per_s / 8, 3), latency_us=100.0)
         return Hardware(
-            name="this-cpu" if self.device.type == "cpu" else "this-machine",
+            name="this-cpu" if on_cpu else "this-machine",
             memory_gib=round(self.device.memory_mib / 1024, 2),
-            tflops={name: round(rate, 5) for name, rate in peak.items()},
+            tflops={name: round(max(rates.values()), 5) for name, rates in self.tflops.items() if rates},
             memory_gb_per_s=round(self.memory_gb_per_s, 2),
-            intra_node=link,
-            inter_node=listed.inter_node if listed else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
-            devices_per_node=max(self.device.count, self.ranks if self.device.type == "cpu" else 1),
+            intra_node=memory if on_cpu else LINKS["PCIe 4 x16"],
+            inter_node=Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
+            devices_per_node=max(1, self.device.count),
             host_gb_per_s=round(self.host_gb_per_s or self.memory_gb_per_s, 2),
             achievable=1.0,  # relative to measured rates
-            kind="cpu" if self.device.type == "cpu" else "cuda",
-            cores=usable_cores() if self.device.type == "cpu" else None,
-            sources=sources,
+            kind="cpu" if on_cpu else "cuda",
+            cores=usable_cores() if on_cpu else None,
+            sources={
+                **dict.fromkeys(("tflops", "memory_gb_per_s"), f"measured on {self.device.name}"), **host,
+                "intra_node": "assumed",
+            },
             note=self.note,
-            **curves,
-        )
-
-    def _link(self, listed: Hardware | None) -> Link:
-        if self.links:
-            reduce = self.links["all-reduce"]
-            # A table's link has its rate, of which collectives reach a share, and a small collective's latency
-            # (`collectives.group`). Those of CPUs are fitted to what is measured.
-            on_gpus = self.device.type == "cuda"
-            return Link(
-                name="measured",
-                gb_per_s=round(reduce["gb_per_s"] / (Constants().link_efficiency if on_gpus else 1.0), 4),
-                latency_us=round(reduce["latency_us"] * (STEPS_OF_A_LATENCY if on_gpus else 1), 2),
-            )
-        if listed is not None:
-            return listed.intra_node
-        # Ranks of one machine communicate through memory: a copy out, a sum and a copy in.
-        return Link(name="shared memory", gb_per_s=round(self.memory_gb_per_s / 8, 3), latency_us=100.0)
+        )  # fmt: skip
 
 
-def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
-    """Measures this machine: takes a second or two if `short`, otherwise several, and on a GPU a minute.
-
-    Args:
-        ranks: ranks for all-reduce and point-to-point; None for one a GPU, and none on a CPU.
-        short: the largest product and a copy only.
-
-    Raises:
-        RunnerError: a rank failed.
-    """
-
+def measure(*, short: bool = False) -> Measured:
+    """Measures this machine: takes a second or two if `short`, with the largest product and a copy only, otherwise several."""
     device = detect()
     kind = device.type
     seconds_of_calls, busy = _measured(device, short, SECONDS if short else 3 * SECONDS)
@@ -151,21 +99,11 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
             tflops.setdefault(name, {})[size] = max(SLOWEST_TFLOPS, 2 * size**3 / taken / 1e12)
     size = COPY_BYTES[kind]
     memory_gb_per_s = max(SLOWEST_GB_PER_S, 2 * size / seconds_of_calls["copy", size] / 1e9)  # read and written
-    kernels = None
-    if kind == "cuda" and not short:
-        listed = table_entry(device)
-        peak = max(tflops.get("bf16", tflops["fp16"]).values()) * 1e12 if listed is None else listed.rate("fp16")
-        bandwidth = memory_gb_per_s if listed is None else listed.memory_gb_per_s
-        kernels = measure_kernels(peak, bandwidth * 1e9)
-    count = ranks if ranks is not None else (device.count if kind == "cuda" and not short else 1)
     return Measured(
         device=device,
         tflops=tflops,
         memory_gb_per_s=memory_gb_per_s,
-        kernels=kernels,
         host_gb_per_s=size // 4 / seconds_of_calls["host", size // 4] / 1e9 if kind == "cuda" else None,
-        links=_links(kind, count) if count > 1 else {},
-        ranks=count,
         busy=busy,
     )
 
@@ -186,13 +124,6 @@ def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[s
         works["host", COPY_BYTES[kind] // 4] = _copy(COPY_BYTES[kind] // 4, torch.device("cpu"), on_device)
     taken = {name: _undisturbed(calls, kind == "cpu") for name, calls in _timed(works, on_device, seconds).items()}
     return {name: wall for name, (wall, _) in taken.items()}, any(busy for _, busy in taken.values())
-
-
-def keep(measured: Measured, folder: Path | None = None) -> None:
-    """Keeps a measurement of this machine's GPUs, which `this_machine` returns from then on."""
-    if measured.device.type == "cuda":
-        record = {"measured": time.time(), "hardware": asdict(measured.to_hardware())}
-        disk_cache.store_json(_kept_under(measured.device), record, folder)
 
 
 def _kept_under(device: Device) -> Path:
@@ -364,105 +295,3 @@ def _undisturbed(calls: list[tuple[float, float]], on_cpu: bool) -> tuple[float,
     if len(undisturbed) >= LEAST_CALLS:
         return statistics.quantiles(undisturbed, n=4)[0], False
     return min(undisturbed or [wall for wall, _ in calls]), on_cpu
-
-
-def _links(kind: str, ranks: int) -> dict[str, dict[str, float]]:
-    """All-reduce and point-to-point among ranks, each a process on this machine.
-
-    Raises:
-        RunnerError: a rank failed.
-    """
-    import subprocess
-
-    command, environment = _command("link_rank")
-    with Scratch("measure") as folder:
-        meeting = Path(folder, "rendezvous")
-        started = [
-            subprocess.Popen(
-                [*command, kind, str(rank), str(ranks), str(meeting), str(Path(folder, "result"))],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=environment,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            for rank, process in enumerate(started):
-                _, errors = process.communicate(timeout=120)
-                if process.returncode:
-                    last_line = (errors.strip().splitlines() or ["no message"])[-1]
-                    raise RunnerError(f"measuring links: rank {rank} of {ranks} failed: {last_line}")
-        except subprocess.TimeoutExpired:
-            raise RunnerError(f"measuring links among {ranks} ranks took more than 120 s") from None
-        finally:
-            for process in started:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        return json.loads(Path(folder, "result").read_text())
-
-
-def link_rank() -> None:
-    """One rank of the measurement of links; `sys.argv` has its parameters."""
-    import sys
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    kind, rank, ranks, meeting, result = sys.argv[-5], int(sys.argv[-4]), int(sys.argv[-3]), *sys.argv[-2:]
-    on_device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(on_device)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-    )
-    small, large = MESSAGE_BYTES[kind]
-    links: dict[str, dict[str, float]] = {}
-    for name in ("all-reduce", "point-to-point"):
-        times = {size: _collective(name, size, rank, on_device) for size in (small, large)}
-        # A ring sends each byte 2 (n - 1) / n times, in as many steps; a message is sent once.
-        share, steps = (2 * (ranks - 1) / ranks, 2 * (ranks - 1)) if name == "all-reduce" else (1.0, 1)
-        links[name] = {
-            "gb_per_s": (large - small) * share / max(times[large] - times[small], 1e-9) / 1e9,
-            "latency_us": times[small] / steps * 1e6,
-        }
-    dist.barrier()
-    if rank == 0:
-        Path(result).write_text(json.dumps(links))
-    dist.destroy_process_group()
-
-
-def _collective(name: str, size: int, rank: int, on_device: "torch.device") -> float:
-    import torch
-    import torch.distributed as dist
-
-    data = torch.zeros(size // 4, device=on_device)
-
-    def work() -> None:
-        if name == "all-reduce":
-            dist.all_reduce(data)
-        elif rank == 0:
-            dist.send(data, 1)
-            dist.recv(data, 1)
-        elif rank == 1:
-            dist.recv(data, 0)
-            dist.send(data, 0)
-
-    def once() -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        work()
-        if on_device.type == "cuda":
-            torch.cuda.synchronize(on_device)
-        return (time.perf_counter() - begin) / (1 if name == "all-reduce" else 2)
-
-    once()
-    # All ranks need the same number of calls, or the last would wait forever.
-    return statistics.median(once() for _ in range(10 if size > 1024**2 else 30))

@@ -327,7 +327,7 @@ def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypa
     monkeypatch.setattr(measuring, "SIZES", {"cpu": (64,), "cuda": (256,)})
     monkeypatch.setattr(measuring, "SECONDS", 0.01)
     path = tmp_path / "machine.yaml"
-    code, out, _ = run(capsys, "doctor", "--measure", "--ranks", 1, "--out", path)
+    code, out, _ = run(capsys, "doctor", "--measure", "--out", path)
     assert code == 0
     assert "matrix products in fp32" in out and str(path) in out
     code, out, _ = run(capsys, "estimate", *small, "--hardware", path, "--global-batch", 4, "--json", "--top", 1)

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import click
 import pytest
@@ -15,9 +14,6 @@ from command_line import run
 from redline.base.device import Device
 from redline.base.host_memory import MemoryGroup
 from redline.cli.main import redline
-from redline.estimator import find_hardware, measuring
-from redline.estimator.kernels import products_of
-from redline.estimator.measuring_kernels import Kernels
 
 
 @pytest.mark.parametrize("command", redline.list_commands(None))
@@ -107,7 +103,7 @@ BAD = [
         ["estimate", "--layers", "3", "--hidden", "64"],
         "--layers was removed: write the model's sizes into a config.json",
     ),
-    (["doctor", "--ranks", "2"], "--ranks needs --measure"),
+    (["doctor", "--ranks", "2"], "--ranks was removed: all_reduce_perf of nccl-tests"),
     (["doctor", "--measure", "--out", "machine.txt"], "ends in .yaml"),
     (["doctor", "--measure", "--out", "no/such/machine.yaml"], "does not exist"),
     (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
@@ -225,34 +221,6 @@ def test_doctor_tells_versions_devices_and_memory(capsys):
     facts = json.loads(out)
     assert facts["versions"]["torch"]
     assert facts["shared_memory_mib"]["total"] == shutil.disk_usage("/dev/shm").total >> 20
-
-
-@pytest.mark.parametrize("attention", [0.4, None])
-def test_doctor_shows_writes_and_keeps_the_curves_of_a_gpu(capsys, monkeypatch, tmp_path, attention):
-    gpu = Device(
-        type="cuda", name="NVIDIA H100 80GB HBM3", count=1, memory_mib=81_000, capability=(9, 0), features=frozenset()
-    )
-    found = measuring.Measured(
-        device=gpu,
-        tflops={"fp32": {1024: 50.0}, "bf16": {1024: 700.0}},
-        memory_gb_per_s=2900.0,
-        host_gb_per_s=40.0,
-        kernels=Kernels(
-            products=replace(products_of(find_hardware("h100-80gb")), rate=0.9), error=0.04, attention=attention
-        ),
-    )
-    kept = []
-    monkeypatch.setattr(measuring, "measure", lambda ranks: found)
-    monkeypatch.setattr(measuring, "keep", kept.append)
-    path = tmp_path / "gpu.yaml"
-    code, out, err = run(capsys, "doctor", "--measure", "--out", path)
-    assert code == 0, err
-    assert "products of 350 sizes: 90 % of the peak when large, 69 % sustained; median error of the curve 4 %" in out
-    shown = "fused attention, forward and backward: 40 % of the peak for long sequences"
-    assert (shown if attention else "fused attention: no kernel here") in out
-    assert kept == [found]
-    written = find_hardware(path)
-    assert products_of(written).rate == 0.9 and written.attention == attention
 
 
 def test_doctor_names_what_is_missing_and_what_that_disables(capsys, monkeypatch):

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from redline.base.errors import UsageError
 from redline.estimator import Estimator, Hardware, find_hardware
-from redline.estimator.hardware import DEVICES, MOST_COMMON
-from redline.estimator.kernels import products_of
+from redline.estimator.hardware import DEVICES, MOST_COMMON, PRODUCT_LIMITS
+from redline.estimator.kernels import attention_share, kernel_of, products_of
 
 FULL = {
     "memory_gib": 40,
@@ -252,3 +252,19 @@ def test_more_ranks_than_a_cpu_has_memory_for_are_refused():
         cpu.shared(4096)
     message = "4,096 ranks on one CPU would have 4 MiB of its 16,384 MiB each; at most 160 have room there: give fewer devices"
     assert str(refused.value) == message
+
+
+def test_curves_of_products_and_attention_in_a_file_are_used_and_impossible_ones_refused():
+    h100 = find_hardware("h100-80gb")
+    like = products_of(h100)
+    curves = {name: getattr(like, name) for name in PRODUCT_LIMITS}
+    measured = h100.replace(products={**curves, "rate": 0.5}, attention=0.4)
+    assert products_of(measured).rate == 0.5
+    assert attention_share(measured, kernel_of("sdpa"), 1e9, 128) == pytest.approx(0.4, rel=1e-3)
+    for changes, message in (
+        ({"products": {**curves, "rate": 1.5}}, r"products.rate must be a number from 0.01 to 1, but got 1.5"),
+        ({"products": {"rate": 0.5}}, "products must map rate, lost"),
+        ({"attention": 0}, "attention must be a number from 0.001 to 1, but got 0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            h100.replace(**changes)

@@ -3,13 +3,10 @@
 import json
 from dataclasses import asdict
 
-import numpy as np
 import pytest
 import redline as rl
 from redline.base.device import Device
 from redline.estimator import Hardware, find_hardware, measuring
-from redline.estimator.collectives import group
-from redline.estimator.constants import Constants
 from redline.estimator.hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS
 from redline.estimator.measuring import Measured, measure, table_entry, this_machine
 
@@ -36,43 +33,18 @@ def test_measured_hardware_round_trips_through_its_file(quick, tmp_path):
     assert find_hardware(str(path)).memory_gib == made.memory_gib
 
 
-def test_links_among_ranks_are_measured_and_used():
-    found = Measured(
-        device=Device(type="cpu", name="a CPU", count=1, memory_mib=8192, capability=None, features=frozenset()),
-        tflops={"fp32": {64: 0.1}},
-        memory_gb_per_s=20.0,
-        links={"all-reduce": {"gb_per_s": 0.5, "latency_us": 80.0}, "point-to-point": {"gb_per_s": 2.0, "latency_us": 40.0}},
-        ranks=2,
-    )  # fmt: skip
-    link = found.to_hardware().intra_node
-    assert (link.gb_per_s, link.latency_us) == (0.5, 80.0)
-    assert found.to_hardware().devices_per_node == 2
+def test_a_gpu_of_the_table_keeps_its_rates_and_links_and_another_has_what_was_measured():
+    def of(name):
+        device = Device(type="cuda", name=name, count=2, memory_mib=81_559, capability=(9, 0), features=frozenset())
+        tflops = {"fp32": {4096: 50.0}, "bf16": {4096: 700.0}}
+        return Measured(device=device, tflops=tflops, memory_gb_per_s=2900.0, host_gb_per_s=40.0).to_hardware()
 
-
-def test_a_measured_link_of_gpus_is_what_collectives_reach():
-    """Collectives are predicted at a share of a link's rate, and a ring's step at a quarter of a small collective's latency."""
-    found = Measured(
-        device=Device(type="cuda", name="NVIDIA H100 80GB HBM3", count=8, memory_mib=81559, capability=(9, 0)),
-        tflops={"fp32": {4096: 50.0}, "bf16": {4096: 700.0}},
-        memory_gb_per_s=3000.0,
-        links={"all-reduce": {"gb_per_s": 351.0, "latency_us": 1.5}},
-        ranks=8,
-    )
-    ring = group(np.array([8]), np.array([1]), np.array([8.0]), found.to_hardware(), Constants())
-    assert ring.bandwidth[0] == pytest.approx(351e9) and ring.latency[0] == pytest.approx(7 * 1.5e-6)
-
-
-def test_two_ranks_measure_their_link(monkeypatch):
-    monkeypatch.setattr(measuring, "MESSAGE_BYTES", {"cpu": (4096, 1024**2)})
-    links = measuring._links("cpu", 2)
-    assert set(links) == {"all-reduce", "point-to-point"}
-    assert all(0 < each["gb_per_s"] < 1e4 and 0 < each["latency_us"] < 1e6 for each in links.values())
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_is_named():
-    with pytest.raises(rl.RunnerError, match="rank 0 of 2 failed"):
-        measuring._links("no such device", 2)
+    listed, h100 = of("NVIDIA H100 80GB HBM3"), find_hardware("h100-80gb")
+    assert (listed.name, listed.tflops, listed.intra_node) == (h100.name, h100.tflops, h100.intra_node)
+    assert (listed.host_gb_per_s, listed.devices_per_node) == (40.0, 2)
+    other = of("NVIDIA Unheard-of")
+    assert (other.tflops["bf16"], other.memory_gb_per_s, other.achievable) == (700.0, 2900.0, 1.0)
+    assert other.unmeasured is not None
 
 
 def test_a_gpu_is_measured_in_a_process_of_its_own(quick, tmp_path, monkeypatch):
