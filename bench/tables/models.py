@@ -79,7 +79,8 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "grok1": _llama(64, 6144, 48, 8, 32768, 131072, experts=8, experts_per_token=2),
     "maverick": _llama(48, 5120, 40, 8, 16384, 202048, head_dim=128, experts=128, experts_per_token=1,
                        expert_intermediate=8192, shared_intermediate=8192, dense_layers=24),
-    "gpt-oss-120b": _llama(36, 2880, 64, 8, 2880, 201088, head_dim=64, experts=128, experts_per_token=4),
+    # Its products have biases, those of experts too.
+    "gpt-oss-120b": _llama(36, 2880, 64, 8, 2880, 201088, head_dim=64, experts=128, experts_per_token=4, biases=True),
 }  # fmt: skip
 """Shapes by the name that `key` returns."""
 

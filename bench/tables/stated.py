@@ -19,6 +19,7 @@ INFERRED = (
     "other rows are fine-tuning by transformers' Trainer with fused attention: DeepSpeed where a ZeRO stage is stated, bf16 "
     "weights with fp32 master weights and states under DeepSpeed, autocast over fp32 weights otherwise",
     "Qwen's full fine-tuning is that of its finetune_ds.sh, ZeRO 3 on one device too",
+    "open-r1's is that of its recipe OlympicCoder-32B: FSDP of a model in bf16, AdamW with states in 8 bits",
     "memory is what PyTorch's allocator reserved, 1e9 bytes; meas_s of fine-tuning is that of a step of all its micro-batches",
     "left out: adapters, quantised weights",
 )
@@ -83,7 +84,7 @@ def _fine_tuning(row: dict[str, str], source: str, where: str) -> Run:
     if row.get("quant", "").strip():
         raise Left("quantised weights")
     devices, seq_len, micro = whole(row["gpus"]), whole(row["seq"]), whole(row.get("mb"))
-    qwen = "qwenlm/qwen" in row.get("source", "").lower()
+    qwen, open_r1 = (name in row.get("source", "").lower() for name in ("qwenlm/qwen", "open-r1"))
     if devices is None or seq_len is None or micro is None:
         raise Left("devices, sequence or micro-batch is not stated")
     status = row.get("status", "ok").strip().lower() or "ok"
@@ -101,8 +102,8 @@ def _fine_tuning(row: dict[str, str], source: str, where: str) -> Run:
         where=where,
         model=model_of(re.sub(r"^models/", "", row["model"])),
         hardware=find_hardware(row["hw"]),
-        framework="deepspeed" if zero else "trainer",
-        setup={"seq_len": seq_len, "attention": "flash_attention_2"},
+        framework="fsdp" if open_r1 else "deepspeed" if zero else "trainer",
+        setup={"seq_len": seq_len, "attention": "flash_attention_2", **({"optimizer_dtype": "int8"} if open_r1 else {})},
         config={"tp": 1, "pp": 1, "dp": devices, "zero": zero, "micro_batch": micro,
                 "grad_accum": whole(row.get("ga"), 1), "checkpoint_ratio": min(number(row.get("ckpt")) or 0.0, 1.0)},
         step_ms=seconds * 1e3 if seconds and status == "ok" else None,

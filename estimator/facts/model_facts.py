@@ -457,7 +457,7 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
     # Inputs and results of the experts, those between their products, and the router's logits and shares in fp32.
     kept_bytes = kept_inside(shape, b, lean)
     rows, router = float(chosen * b * 2 * h), 8.0 * count
-    moved = float(chosen * 4 * b * h)
+    moved = float(chosen * (4 * b + (BIAS_OF_ROWS if shape.biases else 0)) * h)
     matmuls = [
         *block.matmuls[:-FEEDING],
         Matmul(k=h, n=count),
@@ -492,6 +492,10 @@ MIXTURE_KERNELS = 60.0
 """Kernels of a mixture's forward besides its products, counted in Megatron-LM's (core/transformer/moe): the router with top-k,
 scatters and auxiliary loss some twenty, the rows of each expert and rank fifteen, permutation, exchange and their inverses
 twenty-five."""
+BIAS_OF_ROWS = 28
+"""Bytes that adding the bias of each expert to its rows moves for an element, forward: times the shares of the rows in fp32 (4), added
+(2 + 4 + 4), concatenated (8) and cast back (6); backward 40, which is taken as twice the forward like all traffic (Megatron-LM,
+`_apply_bias` of TEGroupedMLP in core/transformer/moe/experts.py)."""
 FEEDING = 2
 """The last products of a dense block, those of its feed-forward network."""
 
