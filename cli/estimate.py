@@ -3,15 +3,12 @@
 import json
 import shlex
 import shutil
-import sys
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from ..base.errors import UsageError
-from ..base.forked import started
 from ..base.option import Option, check_options
 from ..base.reading import path_of
 from ..base.writing import as_data, write_atomic
@@ -101,17 +98,10 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             "framework": estimate_options.framework,
             "assume": config_of(estimate_options.assume) if estimate_options.assume else None,
         }
-        first_answers: list[Any] = []
-
-        def before_tracing() -> None:
-            if estimate_options.hardware is not None and fixed_config is None and not as_json:
-                first_answers.append(started(partial(_first_answer, {**terms, **request_values}, width)))
-
-        request = estimate_request(**terms, **request_values, before_tracing=before_tracing)
+        request = estimate_request(**terms, **request_values)
         planned_values = {**request_values, "global_batch": request.global_batch or request_values["global_batch"]}
 
         def show(document: "EstimateDocument") -> None:
-            first_answers.clear()  # ends it: this answer replaces the first one
             if not as_json:
                 status.clear()  # otherwise the text starts after it
                 click.echo("\n".join(estimate_text.head(document, width)))
@@ -151,20 +141,6 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         lines = estimate_text.body(document, explain=estimate_options.explain, width=width, then=then, advice=advice)
         click.echo("\n".join(lines))
     return exit_codes.FOUND if document.ranked else exit_codes.NOTHING_FEASIBLE
-
-
-def _first_answer(request_values: dict[str, Any], width: int) -> None:
-    """Prints the fastest plan according to the sizes in the model's configuration, while the model is built and traced."""
-    from ..estimator.plans import fastest
-    from ..estimator.request import first_request
-    from . import estimate_text
-
-    request = first_request(**request_values)
-    best = None if request is None else fastest(request.estimator, request.space)
-    if best is not None:
-        answer = "\n".join(estimate_text.first(best, width))
-        # A terminal shows the status on the line, and the answer below.
-        click.echo(f"\r\x1b[2K{answer}\n" if sys.stderr.isatty() else answer, err=True)
 
 
 def _next_commands(again: str, output: str | None, target: str) -> list[str]:

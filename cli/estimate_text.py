@@ -42,16 +42,6 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
     return lines
 
 
-def first(best: "Ranked", width: int = 100) -> list[str]:
-    """Returns the plan that is shown while the model is traced."""
-    estimate = best.estimate
-    answer = (
-        f"first answer, by the model's sizes alone: {estimate.throughput:,.0f} {estimate.unit} ({_speeds(estimate)}), "
-        f"{estimate.peak_memory_mib / 1024:.1f} GiB with {_config(best.config, best.lossy)}"
-    )
-    return _wrapped(answer, "", width)
-
-
 def body(
     document: "EstimateDocument",
     *,

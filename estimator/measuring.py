@@ -32,6 +32,8 @@ UNDISTURBED = 0.9
 """Share of a call's time on its thread from which the call counts as undisturbed."""
 LEAST_CALLS = 4
 """Undisturbed calls without which a CPU counts as busy."""
+SHORT_S = 120
+"""Limit on the duration of a short measurement in a process of its own, s."""
 MAX_AGE_S = 30 * 24 * 3600
 """Age after which a cached measurement is repeated, s."""
 BUSY_AGE_S = 600
@@ -134,8 +136,7 @@ def _kept_under(device: Device) -> Path:
 
 
 def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda: None) -> Hardware:
-    """The hardware of this machine: the measurement of its GPUs by `redline doctor --measure`, their entry in the table, or a
-    short measurement, cached.
+    """The hardware of this machine: its GPUs' entry in the table, or a short measurement, cached.
 
     On a CPU the rate is that of all cores this process may use. A measurement is repeated after 30 days, if the cores or the
     memory have changed, and after ten minutes if other processes kept the cores busy; `note` then states this.
@@ -145,66 +146,43 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
         settle: called before a measurement; returns when the other work of this process is paused.
     """
     device = detect()
+    listed = hardware_of(device)
+    if listed is not None:
+        return listed
     name = _kept_under(device)
     stored = disk_cache.load_json(name, folder)
     if isinstance(stored, dict):
         cached = Hardware.from_mapping(stored["hardware"], name="this-cpu", where=f"the cached measurement {name}")
         if time.time() - stored.get("measured", 0) < (BUSY_AGE_S if cached.note else MAX_AGE_S):
             return cached
-    listed = hardware_of(device)
-    if listed is not None:
-        return listed
     settle()
-    if device.type == "cuda":
-        # A process that has used a GPU keeps some of its memory until it exits, and this process may
-        # run as long as a search.
-        written = _in_a_process("short_measurement", [], timeout_s=120)
-        measured = Hardware.from_mapping(json.loads(written), name="this-machine", where="a short measurement")
-    else:
-        measured = measure(short=True).to_hardware()
+    measured = _measured_apart() if device.type == "cuda" else measure(short=True).to_hardware()
     disk_cache.store_json(name, {"measured": time.time(), "hardware": asdict(measured)}, folder)
     return measured
 
 
-def short_measurement() -> None:
-    """Prints the hardware of this machine by a short measurement, as JSON in the last line."""
-    print(json.dumps(asdict(measure(short=True).to_hardware())))
-
-
-def _command(function: str) -> tuple[list[str], dict[str, str]]:
-    """The command of a process that calls a function of this module, and its environment."""
-    import sys
-
-    package = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path])}
-    return [sys.executable, "-c", f"from {__name__} import {function}; {function}()"], environment
-
-
-def _in_a_process(function: str, arguments: list[str], timeout_s: float) -> str:
-    """The last line that a function of this module prints in a new process.
+def _measured_apart() -> Hardware:
+    """The hardware of this machine by a short measurement in a new process: one that has used a GPU keeps some of its memory
+    until it exits, and this process may run as long as a search.
 
     Raises:
         RunnerError: it failed, or timed out.
     """
     import subprocess
+    import sys
 
-    command, environment = _command(function)
+    code = f"import json, dataclasses as d, {__name__} as m; print(json.dumps(d.asdict(m.measure(short=True).to_hardware())))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(
-            [*command, *arguments],
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=timeout_s,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SHORT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise RunnerError(f"measuring this machine took more than {timeout_s:g} s") from None
+        raise RunnerError(f"measuring this machine took more than {SHORT_S} s") from None
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         last_line = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RunnerError(f"measuring this machine failed: {last_line}")
-    return lines[-1]
+    return Hardware.from_mapping(json.loads(lines[-1]), name="this-machine", where="a short measurement")
 
 
 def table_entry(device: Device) -> Hardware | None:

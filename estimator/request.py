@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ..base.collection import without_collection
-from ..base.errors import SpaceError, UsageError
+from ..base.errors import UsageError
 from ..models import Workload
-from ..models.global_batch import shareable, too_few
+from ..models.global_batch import too_few
 from ..models.request import TrainingRequest, resolve
-from ..models.resolve import stated
 from ..models.server_model import ServerModel
 from ..space import Space
 from .estimator import Estimator
@@ -20,7 +19,7 @@ from .hardware import Hardware, find_hardware
 from .resolved_cache import CachedFacts, ResolvedRequest, key_of, load, store, variants_of
 from .setup import TrainingSetup
 from .survey import device_of, shape_space
-from .trainers import Trainer, built, find_trainer, numbers_of
+from .trainers import Trainer, built, find_trainer
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens of a sequence if only shape numbers are given."""
@@ -57,7 +56,6 @@ def estimate_request(
     framework: str = "redline",
     assume: Mapping[str, Any] | None = None,
     like: EstimateRequest | None = None,
-    before_tracing: Callable[[], None] = lambda: None,
     **arguments: Any,
 ) -> EstimateRequest:
     """Resolves the arguments. Nothing is run; a model is traced when it is first estimated.
@@ -69,7 +67,6 @@ def estimate_request(
         framework: the trainer: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
         assume: facts of its software that differ: fields of `TrainingSetup`, such as `overlap_experts`.
         like: an earlier request of the same model and data, which is not built and traced again.
-        before_tracing: called before a model is built, which takes seconds, if its facts are not in the cache.
         arguments: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
             or of a node, without `space` the default one of that hardware.
 
@@ -91,7 +88,7 @@ def estimate_request(
     else:
         previous_source = None if like is None else like.estimator.source
         like_traced = previous_source if isinstance(previous_source, TracedFacts) else None
-        model, resolved = _resolved(request, machine, count, like_traced, before_tracing)
+        model, resolved = _resolved(request, machine, count, like_traced)
         space, space_notes, name, length, trains = (
             resolved.space,
             resolved.notes,
@@ -123,24 +120,6 @@ def estimate_request(
     )
 
 
-def first_request(
-    target: str | Path, hardware: str | Path, *, devices: int | None = None, **arguments: Any
-) -> EstimateRequest | None:
-    """A request like `estimate_request`'s of the sizes that a model's configuration states, which needs neither torch nor
-    transformers. None if these sizes do not answer it: of an unknown family, of adapters, or with values of knobs that shape
-    numbers do not have."""
-    server_model = None if arguments.get("lora") else stated(target, arguments.get("seq_len"))
-    if server_model is None:
-        return None
-    total = arguments.get("global_batch") or shareable(server_model.global_batch, devices or 1)
-    sizes = {"seq_len": server_model.seq_len, "global_batch": total, "data": None}
-    try:
-        shape = numbers_of(server_model.shape)
-        return None if shape is None else estimate_request(shape, hardware, devices=devices, **{**arguments, **sizes})
-    except (SpaceError, UsageError):
-        return None
-
-
 def settled(space: Space, trainer: Trainer) -> Space:
     """A space in which knobs that a trainer's facts determine are fixed: at that value, or at the nearest one."""
     facts = trainer.setup
@@ -161,7 +140,6 @@ def _resolved(
     machine: Hardware,
     devices: int,
     previous: TracedFacts | None,
-    before_tracing: Callable[[], None],
 ) -> tuple[FactsSource, ResolvedRequest]:
     """The source of the facts of a request's model, and the rest of the resolved request: from the cache if all of it is there,
     otherwise resolved, with the model of an earlier request if there is one."""
@@ -177,8 +155,6 @@ def _resolved(
         setup = TrainingSetup(devices=devices, **without_knobs(cached.space))
         if source.has_all(variants_of(cached.space, setup)):
             return source, cached
-    if previous is None:
-        before_tracing()
     with without_collection():
         answer = resolve(request, device, devices, None if previous is None else previous.workload)
     resolved = ResolvedRequest.of(answer)

@@ -493,9 +493,9 @@ MIXTURE_KERNELS = 60.0
 scatters and auxiliary loss some twenty, the rows of each expert and rank fifteen, permutation, exchange and their inverses
 twenty-five."""
 BIAS_OF_ROWS = 28
-"""Bytes that adding the bias of each expert to its rows moves for an element, forward: times the shares of the rows in fp32 (4), added
-(2 + 4 + 4), concatenated (8) and cast back (6); backward 40, which is taken as twice the forward like all traffic (Megatron-LM,
-`_apply_bias` of TEGroupedMLP in core/transformer/moe/experts.py)."""
+"""Bytes that adding the bias of each expert to its rows moves for an element, forward: multiplied by the rows' shares in fp32
+(4), added (2 + 4 + 4), concatenated (8) and cast back (6); backward 40, which is taken as twice the forward like all traffic
+(Megatron-LM, `_apply_bias` of TEGroupedMLP in core/transformer/moe/experts.py)."""
 FEEDING = 2
 """The last products of a dense block, those of its feed-forward network."""
 

@@ -144,40 +144,6 @@ def test_a_request_resolved_once_needs_no_torch_again(tmp_path):
     assert answers[0][0] == answers[1][0], "what is kept answers as what is resolved"
 
 
-def test_a_plan_by_the_models_sizes_is_shown_before_the_model_is_traced(tmp_path):
-    import os
-    import subprocess
-    import sys
-
-    asked = ["llama3.2-1b", "--hardware", "h100", "--devices", "4", "--seq-len", "1024"]
-    command = [sys.executable, "-m", "redline.cli", "estimate", *asked]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    first, again = (
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)
-    )
-    assert first.stderr.startswith("first answer, by the model's sizes alone: ") and again.stderr == ""
-    assert first.stdout == again.stdout
-    early, late = (
-        float(text.partition(marker)[2].split()[0].replace(",", ""))
-        for text, marker in ((first.stderr, "alone: "), (first.stdout, "predicted: "))
-    )
-    assert early == pytest.approx(late, rel=0.2), "the intervals of both are wider"
-
-
-def test_the_first_answer_needs_neither_torch_nor_transformers():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys\nfrom redline.estimator.request import first_request\n"
-        "request = first_request('deepseek-v3', 'h100', devices=256)\n"
-        "print(request.global_batch, *sorted({'ep', 'tp', 'pp'} & set(request.space.by_name)))\n"
-        "print(*{'torch', 'transformers'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["15360 ep pp tp", ""]
-
-
 def test_the_cache_serves_only_the_same_request_and_model(tmp_path):
     from redline.estimator.hardware import find_hardware
     from redline.estimator.resolved_cache import key_of
@@ -350,17 +316,6 @@ def test_a_narrow_terminal_goes_without_columns_and_wraps_no_word(question):
         assert max(map(len, lines)) <= width
         whole = {word for line in body(found, width=10_000) for word in line.split() if "=" in word}
         assert whole <= {word for line in lines for word in line.split()}
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [{"target": "bert-base"}, {"target": "llama3-8b", "lora": "r=8"}, {"target": "llama3-8b", "fix": {"attention": "sdpa"}},
-     {"target": "llama3-8b", "seq_len": 1}, {"target": "owner/name"}],
-)  # fmt: skip
-def test_without_all_sizes_there_is_no_first_answer(asked):
-    from redline.estimator.request import first_request
-
-    assert first_request(hardware="h100", devices=8, **asked) is None
 
 
 def test_blocks_by_name_may_hold_commas_within_a_configuration():

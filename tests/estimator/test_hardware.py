@@ -205,7 +205,7 @@ def test_a_missing_field_is_named(tmp_path, field):
         ("tflops", {"fp32": 20, "bf61": 312}), ("intra_node", 300), ("intra_node", {"gb_per_s": 300}),
         ("inter_node", {"gb_per_s": 0, "latency_us": 5}), ("inter_node", {"gb_per_s": 25, "latency_us": -5}),
         ("inter_node", {"gb_per_s": 25, "latency_us": 5, "color": 1}), ("achievable", 1.5), ("achievable", 0),
-        ("host_gb_per_s", -1),
+        ("host_gb_per_s", -1), ("cores", "none"), ("inter_node", {"gb_per_s": math.nan, "latency_us": 5}),
     ],
 )  # fmt: skip
 def test_an_impossible_number_is_named_with_its_file(tmp_path, field, value):

@@ -1,12 +1,9 @@
 """Measuring this machine, and the hardware file that it writes."""
 
-import json
-from dataclasses import asdict
-
 import pytest
 import redline as rl
 from redline.base.device import Device
-from redline.estimator import Hardware, find_hardware, measuring
+from redline.estimator import find_hardware, measuring
 from redline.estimator.hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS
 from redline.estimator.measuring import Measured, measure, table_entry, this_machine
 
@@ -47,21 +44,16 @@ def test_a_gpu_of_the_table_keeps_its_rates_and_links_and_another_has_what_was_m
     assert other.unmeasured is not None
 
 
-def test_a_gpu_is_measured_in_a_process_of_its_own(quick, tmp_path, monkeypatch):
+def test_a_gpu_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
     gpu = Device(
         type="cuda", name="NVIDIA Unheard-of", count=1, memory_mib=24_000, capability=(9, 0), features=frozenset()
     )
-    asked = []
-    written = json.dumps(asdict(measure().to_hardware().replace(name="this-machine", kind="cuda")))
     monkeypatch.setattr(measuring, "detect", lambda: gpu)
-    monkeypatch.setattr(measuring, "_in_a_process", lambda function, *_, **__: asked.append(function) or written)
-    assert this_machine(tmp_path).name == "this-machine"
-    assert asked == ["short_measurement"]
-
-
-def test_a_process_that_fails_to_measure_is_told_with_its_last_line():
-    with pytest.raises(rl.RunnerError, match=r"measuring this machine failed: .*no_such_function"):
-        measuring._in_a_process("no_such_function", [], timeout_s=60)
+    monkeypatch.setattr(measuring, "measure", None)  # in this process
+    assert this_machine(tmp_path).kind == "cpu", "the other process sees what there is"
+    monkeypatch.setattr(measuring, "__name__", "redline.no_such_module")
+    with pytest.raises(rl.RunnerError, match=r"measuring this machine failed: .*no_such_module"):
+        this_machine(tmp_path / "again")
 
 
 def test_this_machine_is_measured_once(quick, tmp_path, monkeypatch):
@@ -124,52 +116,3 @@ def test_a_gpu_in_the_table_is_found_by_its_name_and_memory():
     assert table_entry(gpu("NVIDIA H100 80GB HBM3", 81_000)).name == "h100-80gb"
     assert table_entry(gpu("Tesla T4", 14_900)).name == "t4"
     assert table_entry(gpu("NVIDIA GeForce GTX 1080", 8_000)) is None
-
-
-GOOD = """
-memory_gib: 40
-tflops: {fp32: 19.5, bf16: 312}
-memory_gb_per_s: 1555
-intra_node: {gb_per_s: 300, latency_us: 6}
-inter_node: {gb_per_s: 25, latency_us: 25}
-devices_per_node: 8
-"""
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("memory_gib: 40\n", "", "lacks memory_gib"),
-        ("memory_gib: 40", "memory_gib: -1", "memory_gib must be a number from 0.1"),
-        ("memory_gib: 40", "memory_gib: lots", "memory_gib must be a number"),
-        ("memory_gib: 40", "memory_gb: 40", "did you mean 'memory_gib'"),
-        ("fp32: 19.5, ", "", "must hold the rate of fp32"),
-        ("bf16: 312", "bf17: 312", "did you mean 'bf16'"),
-        ("bf16: 312", "bf16: 0", "tflops.bf16 must be a number from"),
-        ("tflops: {fp32: 19.5, bf16: 312}", "tflops: 312", "must map dtypes to numbers"),
-        ("gb_per_s: 300, ", "", "intra_node lacks gb_per_s"),
-        ("gb_per_s: 25", "gb_per_s: .nan", "gb_per_s must be a number"),
-        ("intra_node: {gb_per_s: 300, latency_us: 6}", "intra_node: fast", "intra_node must be a mapping"),
-        ("devices_per_node: 8", "devices_per_node: 2.5", "devices_per_node must be an integer"),
-        ("devices_per_node: 8", "devices_per_node: 8\ncores: none", "cores must be a number"),
-        ("memory_gib: 40", "base: h10", "did you mean 'h100-80gb'"),
-        ("memory_gib: 40", "memory_gib: [", "is not YAML"),
-    ],
-)
-def test_a_hardware_file_with_missing_or_impossible_numbers_is_refused(tmp_path, old, new, message):
-    assert old in GOOD
-    path = tmp_path / "cluster.yaml"
-    path.write_text(GOOD)
-    assert Hardware.from_yaml(path).memory_gib == 40
-    path.write_text(GOOD.replace(old, new))
-    with pytest.raises(rl.UsageError, match=message) as caught:
-        Hardware.from_yaml(path)
-    assert "cluster.yaml" in str(caught.value)
-
-
-def test_a_hardware_file_may_start_from_a_known_device(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("base: h100-80gb\nmemory_gib: 94\ninter_node: {gb_per_s: 12.5, latency_us: 30}\n")
-    made = find_hardware(path)
-    assert (made.name, made.memory_gib, made.inter_node.gb_per_s) == ("mine", 94, 12.5)
-    assert made.tflops == find_hardware("h100-80gb").tflops
