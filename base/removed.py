@@ -112,7 +112,9 @@ REPLACEMENTS: Mapping[str, Mapping[str, str]] = {
     },
     "option of export": {"--launch": "the header of the file has the line that starts the training on each host"},
     "option of scale": {**_TUNE, **_SCALE},
-    "option of doctor": {"--ranks": "all_reduce_perf of nccl-tests measures links, for `intra_node` of a hardware file"},
+    "option of doctor": {
+        "--ranks": "all_reduce_perf of nccl-tests measures links, for `intra_node` of a hardware file"
+    },
     "option of estimate": _ESTIMATE,
     "option of train": _TRAIN,
     "option of convert": {"--average": _TRAIN["--average"]},
