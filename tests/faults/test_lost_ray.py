@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 SEARCH = """
 import os, pathlib, sys, time
 import redline as rl
-from redline.runners import ray_runner
+from redline.runners.place import ray_runner
 
 ray_runner.SILENCE_S = float(os.environ.get("SILENCE_S", 8.0))
 again = ray_runner.RayRunner._driver_again

@@ -219,7 +219,8 @@ SLOW_TO_STOP = """
 import threading, time
 import ray
 from redline.results import Status
-from redline.runners import job as jobs, ray_host
+from redline.runners.place import ray_host
+from redline.runners.trial import job as jobs
 from redline.runners.trial.job import Job, Outcome
 
 ray_host.STOP_S = jobs.TEARDOWN_S = 0.2
@@ -231,7 +232,7 @@ class SlowToStop:
     def __init__(self, fails, seconds):
         self.fails, self.seconds, self.stopped = fails, seconds, threading.Event()
 
-    def wait_ready(self):
+    def wait_ready(self, imports):
         pass
 
     def node_id(self):

@@ -11,7 +11,7 @@ TOKEN = "a" * 64
 JOINS = """
 import sys
 import ray
-from redline.runners import ray_driver
+from redline.runners.place import ray_driver
 
 print(ray_driver._join(sys.argv[1]))
 if ray.is_initialized():
