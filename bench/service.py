@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import bisect
 import json
+import math
 import multiprocessing
 import platform
 import random
@@ -304,6 +305,7 @@ def filled(folder: Path, storage: str | None) -> list[dict[str, Any]]:
         url = storage or f"sqlite:///{folder / f'filled-{size}.db'}"
         with Server(folder, url) as server:
             middle = fill(server, size)
+            wait_idle(server)  # it sends the written events to listeners
             times: dict[str, Any] = {}
             with server.client() as client:
                 for name, path in PATHS.items():
@@ -319,6 +321,14 @@ def filled(folder: Path, storage: str | None) -> list[dict[str, Any]]:
                 times[name]["server_cpu_ms"] = round(1000 * (time.process_time() - begin) / REPEATS, 2)
             results.append({"searches": size, "trials": size * TRIALS, "ms": times})
     return results
+
+
+def wait_idle(server: Server) -> None:
+    """Waits until the server uses hardly any CPU time."""
+    used_s = math.inf
+    while server.cpu_s - used_s > 0.05 or used_s == math.inf:
+        used_s = server.cpu_s
+        time.sleep(1.0)
 
 
 def fill(server: Server, size: int) -> str:
