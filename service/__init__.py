@@ -1,1 +1,1 @@
-"""Searches for a team on shared devices: an API over HTTP, a queue in SQL, and workers that join and leave."""
+"""Searches for a team on shared devices: an API over HTTP, a queue in SQL, and searches that run on Ray."""
