@@ -108,7 +108,7 @@ def resume(path: Path, request: Mapping[str, Any], storage: str | None) -> tuple
             f"--storage '{stored}', with the password if it needs one"
         )
     # A run that was killed at its start has no ledger yet, but then it has no rows either.
-    if not stored and not (path / LEDGER).exists() and (path / TABLE).exists() and len(table.read(path / TABLE)[0]):
+    if not stored and not (path / LEDGER).exists() and (path / TABLE).exists() and len(table.read(path / TABLE)):
         raise StudyError(
             f"'{path}' cannot be resumed: its ledger {LEDGER} is missing and {TABLE} has trials that "
             "would be lost; restore it or give another --out"

@@ -2,6 +2,7 @@
 
 import bisect
 import csv
+import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +13,9 @@ from ..base.errors import StudyError
 from ..base.reading import path_of, read_named
 from ..base.writing import append, write_atomic
 from ..knobs.lossy import Lossy, lossy_in
-from .columns import FIXED, INTEGERS, KNOB, LATER, TEXTS, header, line, row, unquoted, values
+from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, unquoted, values
 from .measurement import Measurement, Status, Trial
+from .schema import shortened
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -109,116 +111,69 @@ def frame(trials: Sequence[Trial], knobs: Iterable[str]) -> "DataFrame":
     return _frame({name: [cells_of_trial[i] for cells_of_trial in cells] for i, name in enumerate(names)})
 
 
-def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
-    """Reads a trials.csv, even a damaged one. Also returns a list of its problems.
+def read(path: str | Path) -> "DataFrame":
+    """Reads a trials.csv.
 
     The table has all fixed columns (empty if the file lacks one), then the knobs' and any others. `trial` is int64,
     `devices` Int64, other measured columns float64, texts str; a knob's column is bool, int64 or float64 if all its
-    values are, otherwise object with None for a missing knob. Rows that are cut off or invalid are left out and
-    listed.
+    values are, otherwise object with None for a missing knob.
 
     Raises:
-        StudyError: the file does not exist, or it lacks a column of `trial`, `status` and `throughput`.
+        StudyError: the file cannot be read, or `parse` refuses it.
     """
     path = path_of(path)
     try:
         data = read_named(path, at_most=LARGEST_TABLE)
     except OSError as error:
         raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
-    columns, problems = parse(data, path)
-    return _frame(columns), problems
+    return _frame(parse(data, path))
 
 
-def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str]]:
-    """Parses the contents of a trials.csv as `read` does, to plain columns without pandas; None is an empty cell.
+def parse(data: bytes, path: str | Path) -> dict[str, list[Any]]:
+    """Parses the contents of a trials.csv as `read` does, to plain columns without pandas, ordered by trial. None is an
+    empty cell. An unfinished last line is ignored, since another process may be writing it.
 
     Args:
         data: the file's contents.
         path: its name, for messages.
 
     Raises:
-        StudyError: a column of `trial`, `status` and `throughput` is missing, or the table is larger than
-            `MOST_COLUMNS` and `MOST_CELLS`.
+        StudyError: a column of `trial`, `status` and `throughput` is missing, a row is invalid, or the table is larger
+            than `MOST_COLUMNS` and `MOST_CELLS`.
     """
-    problems: list[str] = []
-    count, rows = data.partition(b"\n")[0].count(b",") + 1, data.count(b"\n")
-    if count > MOST_COLUMNS or count * rows > MOST_CELLS:
+    count, lines = data.partition(b"\n")[0].count(b",") + 1, data.count(b"\n")
+    if count > MOST_COLUMNS or count * lines > MOST_CELLS:
         raise StudyError(
-            f"'{path}' is too large to be read: {count:,} columns and {rows:,} rows; the most are {MOST_COLUMNS:,} columns "
+            f"'{path}' is too large to be read: {count:,} columns and {lines:,} rows; the most are {MOST_COLUMNS:,} columns "
             f"and {MOST_CELLS:,} cells"
         )
+    rows: dict[int, list[Any]] = {}
     try:
-        content = data.decode("utf-8-sig")
+        reader = csv.reader(io.StringIO(data[: data.rfind(b"\n") + 1].decode("utf-8-sig"), newline=""), strict=True)
     except UnicodeDecodeError as error:
-        problems.append(f"{path}: not UTF-8 at byte {error.start}; undecodable bytes are shown as \ufffd")
-        content = data.decode("utf-8-sig", errors="replace")
-    # Each row is one line, so a damaged one does not affect the next.
-    *lines, cut_off = content.split("\n")
-    names = _columns(path, lines[0] if lines else cut_off, problems)
-    by_trial: dict[int, list[str]] = {}
-    checked = [
-        (place, name) for place, name in enumerate(names) if name in FIXED and (name == "status" or name not in TEXTS)
-    ]
-    trial = names.index("trial")
-    for number, row_text in enumerate(lines[1:], start=2):
-        if row_text.strip():
-            cells, fault = _cells(row_text, len(names), checked)
-            if fault is None and int(cells[trial]) in by_trial:
-                problems.append(f"{path}, line {number}: trial {cells[trial]} is repeated; the later row counts")
-            if fault is None:
-                by_trial[int(cells[trial])] = cells
-            else:
-                problems.append(f"{path}, line {number}: {fault}; the row is left out")
-    if not lines:
-        problems.append(f"{path}: cut off in its first line; there are no rows")
-    elif cut_off:
-        problems.append(f"{path}, line {len(lines) + 1}: cut off; the row is left out")
-    missing = [name for name in FIXED if name not in names and name not in LATER]
-    if missing:
-        problems.append(f"{path}: no column {', '.join(missing)}; left empty")
-    sorted_rows = [by_trial[number] for number in sorted(by_trial)]
-    table: dict[str, list[Any]] = {}
-    for name in (*FIXED, *(column for column in names if column not in FIXED)):
-        place = names.index(name) if name in names else None
-        texts = [""] * len(sorted_rows) if place is None else [row_cells[place] for row_cells in sorted_rows]
-        table[name] = _values(name, texts)
-    return table, problems
-
-
-def safe_lines(data: bytes) -> bytes:
-    """Returns the table without cells that a spreadsheet would run as formulas (see `columns.line`): another program may
-    have written it. Lines that are not valid CSV are left out.
-    """
-    safe_rows = []
-    for row_text in data.decode("utf-8-sig", errors="replace").splitlines():
-        try:
-            safe_rows.append(line(map(unquoted, next(csv.reader([row_text], strict=True), []))))
-        except csv.Error:
-            continue
-    return "".join(safe_rows).encode()
-
-
-def drop_invalid(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[Any]]:
-    """Removes non-finite numbers, and `ok` rows without a throughput, from the columns of `parse`. Removed rows are
-    added to `problems`.
-    """
-    columns = {
-        name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in cells]
-        for name, cells in columns.items()
-    }
-    without = {
-        row
-        for row, (status, speed) in enumerate(zip(columns["status"], columns["throughput"]))
-        if status == "ok" and speed is None
-    }
-    if not without:
-        return columns
-    numbers = [str(columns["trial"][row]) for row in sorted(without)]
-    problems.append(
-        f"trial{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:10])}{' and more' * (len(numbers) > 10)}: "
-        "ok, but without a throughput; left out"
-    )
-    return {name: [value for row, value in enumerate(cells) if row not in without] for name, cells in columns.items()}
+        raise StudyError(f"'{path}' is not UTF-8 at byte {error.start}") from error
+    try:
+        names = [unquoted(name) for name in next(reader, [])]
+        lacking = [name for name in ESSENTIAL if name not in names]
+        if lacking:
+            raise ValueError(f"it is not a table of trials: it has no column {', '.join(lacking)}")
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                raise ValueError(f"{len(cells)} cells instead of {len(names)}")
+            values_of_row = [_value(name, cell) for name, cell in zip(names, cells)]
+            number, status, throughput = (values_of_row[names.index(name)] for name in ESSENTIAL)
+            if number in rows:
+                raise ValueError(f"trial {number} is repeated")
+            if status == Status.OK and (throughput is None or not math.isfinite(throughput)):
+                raise ValueError(f"trial {number} is ok, but without a throughput")
+            rows[number] = values_of_row
+    except (csv.Error, ValueError) as error:
+        raise StudyError(f"'{path}', line {max(reader.line_num, 1)}: {error}") from error
+    columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in FIXED}
+    columns |= {name: [rows[number][place] for number in sorted(rows)] for place, name in enumerate(names)}
+    return {name: _knob_values(cells) if name.startswith(KNOB) else cells for name, cells in columns.items()}
 
 
 def trials(
@@ -260,67 +215,41 @@ def trials_of(
     return trials
 
 
-def _columns(path: str | Path, header_line: str, problems: list[str]) -> list[str]:
-    try:
-        names = [unquoted(column) for column in next(csv.reader([header_line.removesuffix("\r")], strict=True), [])]
-    except csv.Error:
-        names = []
-    lacking = [name for name in ESSENTIAL if name not in names]
-    if lacking:
-        start = f"starts with {header_line[:80]!r}" if header_line.strip() else "is empty"
-        raise StudyError(f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {start}")
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        problems.append(f"{path}: column {', '.join(repeated)} is repeated; the first one counts")
-    return names
+def _value(name: str, text: str) -> Any:
+    """Converts a cell; cells of knobs remain texts.
 
-
-def _cells(text: str, count: int, checked: Sequence[tuple[int, str]]) -> tuple[list[str], str | None]:
-    """Returns the cells of one line and its error. `checked` contains the positions of the status and of numbers."""
-    try:
-        cells = next(csv.reader([text.removesuffix("\r")], strict=True))
-    except csv.Error as error:
-        return [], f"not CSV ({error})"
-    if len(cells) != count:
-        return cells, f"{len(cells)} cells instead of {count}"
-    for place, name in checked:
-        value = cells[place]
-        if name == "status":
-            if value not in _STATUSES:
-                return cells, f"status '{_shortened(value)}' is none of {', '.join(Status)}"
-        elif value == "" and name != "trial":
-            continue
-        elif name in INTEGERS:
-            if not _COUNT.fullmatch(value):
-                return cells, f"{name} '{_shortened(value)}' is not a whole number"
-        elif value not in _UNREAL and not _REAL.fullmatch(value):
-            return cells, f"{name} '{_shortened(value)}' is not a number"
-    return cells, None
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-def _values(name: str, texts: Sequence[str]) -> list[Any]:
+    Raises:
+        ValueError: it is invalid.
+    """
+    if name == "status":
+        if text not in _STATUSES:
+            raise ValueError(f"status {shortened(text)} is none of {', '.join(Status)}")
+        return text
     if name in TEXTS:
-        return [unquoted(cell) for cell in texts]
+        return unquoted(text)
+    if name not in FIXED:
+        return (text if name.startswith(KNOB) else unquoted(text)) or None
+    if not text and name != "trial":
+        return None
     if name in INTEGERS:
-        return [int(cell) if cell else None for cell in texts]
-    if name in FIXED:
-        return [float(cell) if cell else None for cell in texts]
-    if not name.startswith(KNOB):
-        return [unquoted(cell) or None for cell in texts]
-    filled = [cell for cell in texts if cell]
+        if not _COUNT.fullmatch(text):
+            raise ValueError(f"{name} {shortened(text)} is not a whole number")
+        return int(text)
+    if text not in _UNREAL and not _REAL.fullmatch(text):
+        raise ValueError(f"{name} {shortened(text)} is not a number")
+    return float(text)
+
+
+def _knob_values(texts: Sequence[str | None]) -> list[Any]:
+    """Converts the cells of a knob to booleans or numbers if all of them are."""
+    filled = [text for text in texts if text is not None]
     kinds: tuple[tuple[Callable[[str], Any], Callable[[str], Any]], ...] = (
-        (lambda cell: cell in ("true", "false"), lambda cell: cell == "true"),
+        (lambda text: text in ("true", "false"), lambda text: text == "true"),
         (_whole, int),
-        (_real, lambda cell: int(cell) if _whole(cell) else float(cell)),
+        (_real, lambda text: int(text) if _whole(text) else float(text)),
     )
-    for fits, make in kinds:
-        if all(fits(cell) for cell in filled):
-            return [make(cell) if cell else None for cell in texts]
-    return [unquoted(cell) or None for cell in texts]
+    make = next((make for fits, make in kinds if all(map(fits, filled))), unquoted)
+    return [None if text is None else make(text) for text in texts]
 
 
 def _whole(text: str) -> bool:

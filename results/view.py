@@ -8,7 +8,7 @@ from typing import Any
 from ..base.errors import StudyError
 from ..base.reading import path_of, read_inside
 from ..knobs.lossy import lossy_of
-from . import best, request, table
+from . import best, request
 from .ledger import Ledger
 from .measurement import Trial
 from .names import BEST, LEDGER, RUN, TABLE, holds_run, run_of
@@ -29,8 +29,6 @@ def instead_of_run(path: Path) -> str:
 class View:
     """A run for reading, also while another process works on it. Nothing is locked or written. A best.yaml outside its run,
     or a plan, is a run of one trial.
-
-    The trials come from the ledger; if that cannot be read, from trials.csv with the re-measurements of best.yaml.
 
     Args:
         path: the run's folder, or a best.yaml.
@@ -86,34 +84,19 @@ class View:
             self.problems += ledger.problems
             return ledger.trials()
         named_storage = (self.document or {}).get("storage")
+        if named_storage:
+            raise StudyError(
+                f"the trials are in the storage '{named_storage}', which is opened only if you name it with --storage"
+            )
         try:
-            if named_storage:
-                raise StudyError(
-                    f"the trials are in the storage '{named_storage}', which is opened only if you name it with --storage"
-                )
             data = read_inside(self.path, LEDGER, at_most=LARGEST_LEDGER)
             origin = f"'{self.path / LEDGER}'"
             ledger = Ledger.parse(data, origin=origin, name=name, make_config=make_config, lossy=lossy)
-        except (OSError, StudyError) as error:
-            message = str(error)
-            if isinstance(error, FileNotFoundError):
-                message = f"there is no ledger at '{self.path / LEDGER}'"
-            elif isinstance(error, OSError):
-                message = f"cannot read '{self.path / LEDGER}': {error.strerror or error}"
-            if not (self.path / TABLE).exists():
-                if isinstance(error, FileNotFoundError):
-                    return []  # killed before the ledger was created
-                raise StudyError(message) from error
-            self.problems.append(f"{message}; showing {TABLE} instead")
-        else:
-            self.problems += ledger.problems
-            return ledger.trials()
-        try:
-            data = read_inside(self.path, TABLE, at_most=table.LARGEST_TABLE)
+        except FileNotFoundError:
+            if (self.path / TABLE).exists():
+                raise StudyError(f"there is no ledger at '{self.path / LEDGER}'") from None
+            return []  # killed before the ledger was created
         except OSError as error:
-            raise StudyError(f"cannot read '{self.path / TABLE}': {error.strerror or error}") from error
-        columns, problems = table.parse(data, self.path / TABLE)
-        self.problems += problems
-        trials = table.trials_of(table.drop_invalid(columns, self.problems), make_config, lossy)
-        judged = best.confirmed(trials, best.read(self.path, self.problems))
-        return trials if judged is None else judged
+            raise StudyError(f"cannot read '{self.path / LEDGER}': {error.strerror or error}") from error
+        self.problems += ledger.problems
+        return ledger.trials()

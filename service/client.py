@@ -421,7 +421,7 @@ class SearchRun:
         data = self.table()
         if not data:
             return table_frame([], [])
-        columns, _ = parse(data, "trials.csv")
+        columns = parse(data, "trials.csv")
         knobs = [name.removeprefix("knob.") for name in columns if name.startswith("knob.")]
         return table_frame(trials_of(columns, Config), knobs)
 

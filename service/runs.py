@@ -12,7 +12,7 @@ from ..frameworks.target import Export
 from ..results import View
 from ..results.measurement import Trial
 from ..results.names import TABLE, holds_run
-from ..results.table import LARGEST_TABLE, safe_lines
+from ..results.table import LARGEST_TABLE
 from ..space import Config
 from ..tuner.result import make_result
 from ..views.dashboard.library import Library
@@ -61,7 +61,7 @@ class Runs:
     def table(self, search: str) -> bytes:
         """Returns the current trials.csv; empty if no trial has ended yet."""
         try:
-            return safe_lines(read_inside(self.folder(search), TABLE, at_most=LARGEST_TABLE))
+            return read_inside(self.folder(search), TABLE, at_most=LARGEST_TABLE)
         except FileNotFoundError:
             return b""
         except OSError as error:

@@ -111,16 +111,16 @@ def test_a_table_that_cannot_be_written_is_one_warning_and_made_up_for_later(tmp
         run.finish(2, ok())
         assert len(warnings) == 1
         assert "cannot write" in warnings[0] and "trials.csv" in warnings[0]
-        assert list(read_table(tmp_path / "trials.csv")[0]["trial"]) == [0]
+        assert list(read_table(tmp_path / "trials.csv")["trial"]) == [0]
         (tmp_path / ".trials.csv.tmp").rmdir()
         run.start(point(3), sampler="tpe")
         run.finish(3, ok())
-        assert list(read_table(tmp_path / "trials.csv")[0]["trial"]) == [0, 1, 2, 3]
+        assert list(read_table(tmp_path / "trials.csv")["trial"]) == [0, 1, 2, 3]
         run.start(point(4), sampler="tpe")
         (tmp_path / ".trials.csv.tmp").mkdir()
         run.finish(4, ok())
         (tmp_path / ".trials.csv.tmp").rmdir()
-    assert list(read_table(tmp_path / "trials.csv")[0]["trial"]) == [0, 1, 2, 3, 4]
+    assert list(read_table(tmp_path / "trials.csv")["trial"]) == [0, 1, 2, 3, 4]
 
 
 def test_a_read_only_folder_is_an_error_before_the_first_trial(open_run, in_child):

@@ -43,8 +43,6 @@ def test_a_trial_knows_that_it_is_lossy_from_the_ledger_and_from_the_table(run):
     marks = [(), (), ("precision",), ()]
     assert [trial.lossy for trial in View(run).trials()] == marks
     assert [trial.lossy for trial in RunFiles.read(run).trials] == marks
-    (run / "study.log").unlink()
-    assert [trial.lossy for trial in View(run).trials()] == marks
 
 
 def test_the_best_exact_configuration_is_shown_beside_the_winner(run):

@@ -40,8 +40,8 @@ def write(path, knobs, *each):
 def test_the_header_is_the_designs_before_the_first_trial(tmp_path):
     path = write(tmp_path / "trials.csv", ["tp", "micro_batch"])
     assert path.read_text() == HEADER + ",knob.tp,knob.micro_batch\n"
-    frame, problems = read_table(path)
-    assert (len(frame), problems) == (0, [])
+    frame = read_table(path)
+    assert len(frame) == 0
     assert list(frame.columns) == [*HEADER.split(","), "knob.tp", "knob.micro_batch"]
 
 
@@ -119,7 +119,7 @@ def test_a_folded_text_is_one_printable_line_and_folding_again_changes_nothing(t
             ),
             st.sampled_from(Status),
             TEXTS,
-            st.floats(allow_nan=False),
+            st.floats(allow_nan=False, allow_infinity=False),
             TEXTS,
             TEXTS,
             TEXTS,
@@ -138,8 +138,7 @@ def test_hostile_values_come_back(tmp_path_factory, rows):
     given_trials = [trial(i, config, outcome, sampler=sampler) for i, (outcome, config, sampler) in enumerate(rows)]
     write(path, knobs, *given_trials)
     assert path.read_text().count("\n") == len(rows) + 1
-    frame, problems = read_table(path)
-    assert problems == []
+    frame = read_table(path)
     assert list(frame["trial"]) == list(range(len(rows)))
     for i, (outcome, config, sampler) in enumerate(rows):
         seen = frame.iloc[i]
@@ -163,44 +162,43 @@ def test_a_knob_without_a_column_is_refused(tmp_path):
         write(tmp_path / "trials.csv", ["tp"], trial(0, {"tp": 1, "pp": 2}))
 
 
-def test_a_file_cut_off_at_any_byte_still_gives_its_whole_rows(tmp_path):
+def test_a_file_that_another_process_appends_to_gives_its_whole_rows(tmp_path):
     path = tmp_path / "trials.csv"
     write(path, ["tp", "name"], *(trial(i, {"tp": i, "name": f'"{i}", é'}) for i in range(4)))
     data = path.read_bytes()
-    whole, _ = read_table(path)
+    whole = read_table(path)
     header_end = data.index(b"\n")
-    for length in [*range(0, header_end, 9), *range(header_end, len(data))]:
+    for length in [*range(0, header_end, 29), *range(header_end + 1, len(data))]:
         path.write_bytes(data[:length])
-        if length < len("trial,status,reason,throughput"):
+        if length < header_end:
             with pytest.raises(StudyError, match="it has no column"):
                 read_table(path)
             continue
-        frame, problems = read_table(path)
-        assert any("cut off" in each for each in problems) == (data[length - 1] != ord("\n"))
-        if length > header_end:
-            rows = data[:length].count(b"\n") - 1
-            pandas.testing.assert_frame_equal(frame, whole[:rows], check_dtype=rows > 0)
+        rows = data[:length].count(b"\n") - 1
+        pandas.testing.assert_frame_equal(read_table(path), whole[:rows], check_dtype=rows > 0)
 
 
-def test_damaged_rows_are_left_out_and_named(tmp_path):
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("1,ok", '1,ok,"open quote', "line 4: unexpected end of data"),
+        ("1,ok", "1,ok,more", "line 3: 31 cells instead of 30"),
+        ("1,ok", "seven,ok", "line 3: trial 'seven' is not a whole number"),
+        ("1,ok", ",ok", "line 3: trial '' is not a whole number"),
+        ("1,ok", "0,ok", "line 3: trial 0 is repeated"),
+        ("1,ok", "1,fine", "line 3: status 'fine' is none of ok, oom"),
+        ("1,ok,,1.5", "1,ok,,fast", "line 3: throughput 'fast' is not a number"),
+        ("1,ok,,1.5", "1,ok,,nan", "line 3: trial 1 is ok, but without a throughput"),
+        ("1,ok", "1,ok\udce9", "is not UTF-8 at byte"),
+    ],
+)
+def test_an_invalid_row_is_refused_with_its_line(tmp_path, old, new, words):
     path = write(tmp_path / "trials.csv", ["tp"], *(trial(i, {"tp": i}) for i in range(3)))
-    header, *rows = path.read_text().splitlines()
-    bad = [
-        '7,ok,"open quote' + "," * 25,
-        "7,ok",
-        rows[0] + ",more",
-        rows[0].replace("0,ok", "seven,ok", 1),
-        rows[0].replace("0,ok", "7,fine", 1),
-        rows[0].replace("1.5", "fast", 1),
-        rows[0].replace("0,ok", ",ok", 1),
-    ]
-    path.write_text("\n".join([header, rows[0], *bad, "", rows[2], rows[1].replace("1.5", "9"), rows[1]]) + "\n")
-    frame, problems = read_table(path)
-    assert list(frame["trial"]) == [0, 1, 2]
-    assert list(frame["throughput"]) == [1.5, 1.5, 1.5]
-    assert [int(each.split("line ")[1].split(":")[0]) for each in problems] == [3, 4, 5, 6, 7, 8, 9, 13]
-    assert "status 'fine' is none of ok, oom" in problems[4]
-    assert "trial 1 is repeated" in problems[-1]
+    text = path.read_text()
+    assert f"\n{old}" in text
+    path.write_bytes(text.replace(f"\n{old}", f"\n{new}").encode(errors="surrogateescape"))
+    with pytest.raises(StudyError, match=re.escape(words)):
+        read_table(path)
 
 
 def test_columns_may_be_missing_or_foreign_or_moved(tmp_path):
@@ -210,22 +208,21 @@ def test_columns_may_be_missing_or_foreign_or_moved(tmp_path):
         encoding="utf-8",
         newline="",
     )
-    frame, problems = read_table(path)
+    frame = read_table(path)
     assert list(frame.columns) == [*HEADER.split(","), "note", "knob.tp"]
     assert list(frame["status"]) == ["ok", "oom"]
     assert list(frame["note"]) == ["hello", None]
     assert list(frame["knob.tp"]) == [4, None]
     assert frame["throughput"][0] == 2.5 and math.isnan(frame["throughput"][1])
     assert frame["mfu"].isna().all()
-    assert len(problems) == 1 and "no column reason, unit" in problems[0]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "trial, status, throughput; the file is empty"),
+        ("", "no column trial, status, throughput"),
         ("trial,status\n0,ok\n", "no column throughput"),
-        ("a;b;c\n", "starts with 'a;b;c'"),
+        ("a;b;c\n", "no column trial, status, throughput"),
         ("\x00\x01\x02", "trial, status, throughput"),
     ],
 )
@@ -254,8 +251,7 @@ def test_a_frame_of_trials_is_what_reading_their_table_gives(tmp_path):
         Trial(number=2, config=config),
     ]
     frame = table_frame(given_trials, knobs)
-    read, problems = read_table(write(tmp_path / "trials.csv", knobs, *given_trials))
-    assert problems == []
+    read = read_table(write(tmp_path / "trials.csv", knobs, *given_trials))
     pandas.testing.assert_frame_equal(frame, read)
     assert str(frame["knob.tp"].dtype) == "int64" and str(frame["knob.flag"].dtype) == "bool"
     assert trials(read) == [
@@ -302,11 +298,3 @@ def test_the_documentation_lists_every_column():
     section = page.partition("## Columns of trials.csv")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert tuple(re.findall(r"`(\w+)`", "".join(rows))) == FIXED
-
-
-def test_bytes_that_are_no_text_are_reported(tmp_path):
-    path = write(tmp_path / "trials.csv", ["name"], trial(0, {"name": "caf"}), trial(1, {"name": "x"}))
-    path.write_bytes(path.read_bytes().replace(b"caf", b"caf\xe9"))
-    frame, problems = read_table(path)
-    assert list(frame["knob.name"]) == ["caf\ufffd", "x"]
-    assert "not UTF-8" in problems[0]

@@ -112,9 +112,9 @@ def test_a_failed_default_is_named(tmp_path, open_run, point, ok, oom):
 
 def test_missing_files_are_noted(run):
     run.close()
-    (run.path / "study.log").unlink()
+    (run.path / "run.yaml").unlink()
     text = shown(View(run.path))
-    assert "note: " in text and "trials.csv" in text
+    assert "note: " in text and "run.yaml is missing" in text
     assert "best: trial 1" in text
 
 

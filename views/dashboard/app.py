@@ -7,7 +7,7 @@ from typing import Any
 from ...base.errors import NotFound, StudyError
 from ...base.reading import Outside, open_inside, read_inside, tail_inside
 from ...results.names import TABLE
-from ...results.table import LARGEST_TABLE, safe_lines
+from ...results.table import LARGEST_TABLE
 from ..report.exports import exports
 from ..report.page import SCRIPTS, asset, bundle
 from .library import Library
@@ -119,7 +119,7 @@ def make_app(library: Library) -> Any:
     def table(run: str) -> Response:
         folder = library.folder(run)
         try:
-            data = safe_lines(read_inside(folder, TABLE, at_most=LARGEST_TABLE))
+            data = read_inside(folder, TABLE, at_most=LARGEST_TABLE)
         except (Outside, OSError) as error:
             return PlainTextResponse(f"{TABLE} cannot be read: {error.strerror or error}.", status_code=404)
         return Response(data, media_type="text/csv; charset=utf-8", headers=attachment(f"{folder.name}.csv"))

@@ -1,5 +1,6 @@
 """The files of a run: the table, and the files beside it where they can be read."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ...results.best import confirmed, is_plan, load, read as read_best
 from ...results.columns import header, line, row
 from ...results.measurement import Trial
 from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run, run_of
-from ...results.table import LARGEST_TABLE, drop_invalid, parse, trials_of
+from ...results.table import LARGEST_TABLE, parse, trials_of
 from ...results.view import instead_of_run
 
 
@@ -61,9 +62,8 @@ class RunFiles:
     @classmethod
     def unreadable(cls, folder: Path, reason: str) -> "RunFiles":
         """Returns a run that cannot be read, as one without trials."""
-        columns, _ = parse(_NOTHING, TABLE)
         return cls(
-            folder=folder, table=TABLE, columns=columns, trials=[], request=None, best=None, state=state.STOPPED,
+            folder=folder, table=TABLE, columns=parse(_NOTHING, TABLE), trials=[], request=None, best=None, state=state.STOPPED,
             problems=[reason],
         )  # fmt: skip
 
@@ -73,11 +73,11 @@ class RunFiles:
 
         Args:
             path: the folder or file.
-            lenient: a missing table, a table without the required columns, and a run.yaml of another format become
+            lenient: a missing or invalid table, and a run.yaml of another format become
                 problems of an empty run instead of errors.
 
         Raises:
-            StudyError: there is no run, its table lacks a required column, or it has another format.
+            StudyError: there is no run, its table is invalid, or it has another format.
         """
         path = run_of(path_of(path))
         if is_plan(path):
@@ -114,7 +114,7 @@ class RunFiles:
         """Returns a best.yaml outside its run, or a plan, as a run of one trial."""
         plan = load(path)
         knobs = tuple(plan.trial.config)
-        columns, _ = parse(f"{line(header(knobs))}{row(plan.trial, knobs)}".encode(), path.name)
+        columns = parse(f"{line(header(knobs))}{row(plan.trial, knobs)}".encode(), path.name)
         return cls(
             folder=path.parent, table=path.name, columns=columns, trials=[plan.trial], request=dict(plan.document), best=None,
             state=state.TABLE_ONLY,
@@ -134,21 +134,24 @@ def _table(folder: Path, name: str, may_be_missing: bool, problems: list[str], l
                 "trial, and `redline tune --resume` writes it again"
             ) from None
         problems.append(f"{name} does not exist (yet)")
-        return parse(_NOTHING, name)[0]
+        return parse(_NOTHING, name)
     except OSError as error:
         if not lenient:
             raise StudyError(f"cannot read '{folder / name}': {error.strerror or error}") from error
         problems.append(f"{name} cannot be read: {error.strerror or error}")
-        return parse(_NOTHING, name)[0]
+        return parse(_NOTHING, name)
     try:
-        columns, row_problems = parse(data, name)
+        return {column: [_finite(cell) for cell in cells] for column, cells in parse(data, name).items()}
     except StudyError as error:
         if not lenient:
             raise StudyError(str(error).replace(f"'{name}'", f"'{folder / name}'", 1)) from None
         problems.append(str(error))
-        return parse(_NOTHING, name)[0]
-    problems += row_problems
-    return drop_invalid(columns, problems)
+        return parse(_NOTHING, name)
+
+
+def _finite(cell: Any) -> Any:
+    """Returns None for a number that is not finite, such as the loss of a wrong trial."""
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
 def _request_of(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] | None:
