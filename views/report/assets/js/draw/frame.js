@@ -44,7 +44,8 @@ function axes(width, height, { x, y, left = 14, right = 14, below = 0 }) {
   const base = height - (x.label ? 42 : 24) - below;
   const end = width - right;
   const ys = y.scale(base, top, Math.max((base - top) / 55, 2));
-  const begin = Math.max(left, ...ys.ticks.map((each) => textWidth(ys.label(each)) + 12));
+  // Labels of 300 digits must leave room for the figure.
+  const begin = Math.min(Math.max(left, ...ys.ticks.map((each) => textWidth(ys.label(each)) + 12)), end * 0.6);
   const xs = x.scale(begin, end, Math.min((end - begin) / 60, 9));
   const pen = drawing(width, height, "chart");
   for (const tick of ys.ticks) {
