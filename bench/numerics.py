@@ -2,7 +2,7 @@
 
     python bench/numerics.py                                  # the whole table, some minutes on two cores
     python bench/numerics.py --family t5 --combination tp2    # one cell
-    python bench/numerics.py --keep cells.json --write docs/numerics.md    # in several runs, if needed
+    python bench/numerics.py --keep cells.json --write bench/results/numerics.md    # in several runs, if needed
 
 Each cell trains a tiny model of the family for three steps on one process and on several ranks (gloo), and compares
 the loss of the first step, every gradient and every weight. The exit status is 1 if a cell deviates.
@@ -171,7 +171,7 @@ def in_words(config: "Mapping[str, object]") -> str:
 
 
 def page(text: str) -> str:
-    """Returns docs/numerics.md."""
+    """Returns bench/results/numerics.md."""
     import torch
     import transformers
 
@@ -189,54 +189,22 @@ def page(text: str) -> str:
 
 EXPERTS = """## Experts over ranks
 
-Families with experts that `ep` ranks [share](parallel.md#experts-over-ranks), combined with other knobs: `ep2·dp2` has four
-replicas, of which two share the experts. A family without experts refuses `ep`: the model has no experts, so ep must be 1.
-`etp1` is `etp=1`: experts are whole on the ranks of a layer, which share them and divide the tokens.
-With a [capacity](parallel.md#capacity-of-experts) one process has the same and trains the same micro-batches one after the
-other, those of the first rank first.
+`ep2·dp2` has four replicas, of which two share the experts. A family without experts refuses `ep`: the model has no experts, so
+ep must be 1. `etp1` is `etp=1`: experts are whole on the ranks of a layer, which share them and divide the tokens. With a
+capacity one process has the same and trains the same micro-batches one after the other, those of the first rank first.
 """
 RUNS = """## A strategy per layer
 
-Runs of blocks that are cut and shared out [unlike each other](parallel.md#a-strategy-per-layer), on two and four ranks:
+Runs of blocks that are cut and shared out unlike each other, on two and four ranks:
 """
 PAGE = """# Equal numerics
 
-A configuration may change the speed of a training, but not its results. For every family and combination of
-parallel knobs below, a tiny model of the family (two blocks, or four for as many stages, an odd
-vocabulary, dropout off, float32) trains for {steps} steps on one process and on several ranks, from the same seed,
-on the same {samples} samples in each step. The loss of the first step, all its gradients and all weights after the last step
-(AdamW, learning rate {rate:.0e}, epsilon
-{epsilon:.0e}) must agree up to rounding: sums of n terms in another order differ by sqrt(n) 2^-24 of their magnitude,
-and the tolerance is five standard deviations of that through all layers, 2e-05 for most of these families.
-`schedule/comparison.py` derives it, also for losses and for weights after AdamW.
+`python bench/numerics.py --write bench/results/numerics.md` on gloo ranks of one CPU host: Python {python}, torch {torch},
+transformers {transformers}. {steps} steps of {samples} samples, AdamW with learning rate {rate:.0e} and epsilon {epsilon:.0e}. A
+number is the largest difference of a gradient, relative to the largest in its tensor; docs/numerics.md has the method and the
+tolerance. A note has the reason why a combination is not supported.
 
-A number is the largest difference of a gradient, relative to the largest in its tensor; float32 itself rounds at
-6e-08. A note has the reason why a combination is not supported; the default space excludes it with the same reason.
-With `kernels` the loss is computed [without all logits](kernels.md), on one process with two micro-batches.
-`pp2 uneven` has one block in the first stage and three in the last.
-`tp2+sp` is `sequence_parallel`, which shards the sequence between sharded layers; `sp2` and `sp4` are
-[sequences over ranks](parallel.md#sequences-over-ranks), the latter with two heads of keys; `cp2` and `cp4` are rings.
-
-{table}
-## Sizes that ranks do not divide
-
-- **Vocabulary**: padded. Embedding and head get rows of zeros (GPT-2's 50,257 become 50,258 over two ranks), which
-  no token uses, which the loss ignores (Shoeybi et al., 2019), and which are not in checkpoints.
-  `redline space` reports that for `tp`. The odd vocabularies of the table are padded.
-- **Heads, key-value heads, feed-forward width, the sequence** (for `sequence_parallel`): excluded, as the rest of
-  the model would compute with zeros. The degree is a constraint of the default space, with the numbers:
-  "tp: 8 ranks must divide the 12 attention heads".
-- **Blocks and pipeline stages**: the first stages have one more block; [`stage_blocks`](parallel.md#stages-of-a-pipeline) has
-  other numbers.
-- **Parameters and ZeRO**: padded by PyTorch internally.
-
-## Measurement
-
-Written by `python bench/numerics.py --write docs/numerics.md` on gloo ranks of one CPU host: Python {python},
-torch {torch}, transformers {transformers}. `tests/support/numerics_table.py` declares the table,
-`tests/training/test_numerics.py` tests it. Dropout is compared too: with tensor parallelism masks agree for activations that
-ranks share and differ for others.
-"""
+{table}"""
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ block.
 
     python bench/schedule.py                                                   # everything, some minutes on two cores
     python bench/schedule.py --only fused --rounds 20
-    python bench/schedule.py --out bench/results/schedule.json --write docs/schedule.md
+    python bench/schedule.py --out bench/results/schedule.json --write bench/results/schedule.md
 
 Ratios are medians over alternating turns, with the 95 % notch of the median: means are not meaningful on a machine
 with other load.
@@ -25,8 +25,6 @@ import torch
 import transformers
 from torch import nn
 
-MARKS = "<!-- measured -->", "<!-- end of measured -->"
-"""Marks around the tables in a page."""
 WARM_UP = 3
 BERT_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -244,7 +242,7 @@ def tables(found: dict[str, Any]) -> str:
         lines.append("\n".join(table))
     about = found["about"]
     lines.append(
-        f"`python bench/schedule.py --write docs/schedule.md` on {about['device']}: Python {about['python']}, torch "
+        f"`python bench/schedule.py --write bench/results/schedule.md` on {about['device']}: Python {about['python']}, torch "
         f"{about['torch']}, transformers {about['transformers']}, float32."
     )
     return "\n\n".join(lines)
@@ -263,7 +261,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="turns of each pair")
     parser.add_argument("--only", action="append", choices=list(SECTIONS), help="repeatable")
     parser.add_argument("--out", type=Path, help="a JSON file; sections that are not run are kept in it")
-    parser.add_argument("--write", type=Path, help="a Markdown page with the tables' marks")
+    parser.add_argument("--write", type=Path, help="a Markdown file")
     options = parser.parse_args()
     found: dict[str, Any] = {}
     if options.out and options.out.exists():
@@ -283,9 +281,7 @@ def main() -> None:
     text = tables(found)
     print("\n" + text)
     if options.write:
-        before, _, rest = options.write.read_text(encoding="utf-8").partition(MARKS[0])
-        _, _, after = rest.partition(MARKS[1])
-        options.write.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
+        options.write.write_text(f"# Cost of a schedule and gain of fusion\n\n{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Counts the architectures that can be sharded over two ranks among those with a tensor-parallel plan in transformers.
 
-    python bench/tp_plans.py --write docs/parallel.md     # all, some minutes
+    python bench/tp_plans.py --write bench/results/tp-plans.md     # all, some minutes
     python bench/tp_plans.py phi3 olmo2
 
 Each is built without memory at its configuration's default sizes, in a process of its own that is ended after
 `LIMIT_S`. If it can compute without memory, the sharded model must too. Prints a line with the reason for each
-architecture that is refused or not made, and the counts; `--write` puts them into a page, between its marks.
+architecture that is refused or not made, and the counts; `--write` writes them as a table.
 """
 
 import argparse
@@ -30,7 +30,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LIMIT_S = 120
 """Longest time of one architecture."""
-BEGIN, END = "<!-- tp_plans: begin -->", "<!-- tp_plans: end -->"
 ERRORS = (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """Errors of models at sizes that do not fit together, or without the inputs that they need."""
 CUT = ""
@@ -41,15 +40,13 @@ def main() -> int:
     """Tries every architecture, or the named ones."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--write", type=Path, help="a Markdown file with the marks of the table")
+    parser.add_argument("--write", type=Path, help="a Markdown file")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     names = options.names or [name for name in sorted(CONFIG_MAPPING.keys()) if planned(name)]
     outcomes = {name: tried(name) for name in names}
     if options.write:
-        page = options.write.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        options.write.write_text(before + BEGIN + table(outcomes) + END + rest.split(END)[1], encoding="utf-8")
+        options.write.write_text(table(outcomes), encoding="utf-8")
     print(summary(outcomes))
     return 0
 
@@ -122,7 +119,8 @@ def table(outcomes: dict[str, str]) -> str:
         f"| `{name}` | {why.replace('|', '/').replace('<', '&lt;')} |\n" for name, why in outcomes.items() if why != CUT
     )
     return (
-        f"\ntransformers {transformers.__version__}, two ranks, default sizes: {summary(outcomes)}.\n\n"
+        f"# Architectures with a tensor-parallel plan\n\n`python bench/tp_plans.py --write bench/results/tp-plans.md`, "
+        f"transformers {transformers.__version__}, two ranks, default sizes: {summary(outcomes)}.\n\n"
         f"| architecture | reason |\n|---|---|\n{rows}"
     )
 

@@ -67,7 +67,7 @@ MORE = [
     ("opt", "pp2 1f1b"),
     ("gpt2", "tp2+kernels"),
 ]
-TABLE = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+TABLE = (Path(__file__).parents[2] / "bench" / "results" / "numerics.md").read_text()
 CELLS = [(family, cell) for family in numerics.FAMILIES for cell in numerics.COMBINATIONS]
 
 
