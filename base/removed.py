@@ -26,8 +26,9 @@ _TRAIN = {
     },
     "--no-shuffle": "write `shuffle: false` into a YAML file, given by --settings FILE",
     "--shuffle": "leave it out: samples are shuffled by default",
-    "--no-soak": "write `soak: false` into a YAML file, given by --settings FILE",
-    "--soak": "leave it out: trainings of 100 steps or more are tested by default",
+    **dict.fromkeys(
+        ("--soak", "--no-soak"), "leave it out: a training that runs out of memory continues in a safer configuration"
+    ),
     "--average": "save checkpoints by --save-every, and average those that `redline convert --step N` writes",
     "--tune-trials": "`redline tune` measures configurations, and --fix KNOB=V takes its winner's",
     "--skip-bad-rows": "leave bad rows out of the data, for example by the filter of datasets",

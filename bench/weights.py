@@ -46,12 +46,12 @@ def make(folder: Path, layers: int, hidden: int, shard_mib: int) -> int:
     """Writes the folder, drawing each tensor as it is written; returns its bytes."""
     import torch
     from redline.models.architecture import without_memory
-    from redline.models.layouts.lazy import Stored, box_shape
+    from redline.models.layouts.lazy import LazyTensor, box_shape
     from redline.models.layouts.save import write_hugging_face
     from redline.models.layouts.weights import Weights
 
-    def drawn(shape: torch.Size) -> Stored:
-        return Stored(lambda box: torch.randn(box_shape(box)), shape, torch.float32)
+    def drawn(shape: torch.Size) -> LazyTensor:
+        return LazyTensor(lambda box: torch.randn(box_shape(box)), shape, torch.float32)
 
     made = architecture(layers, hidden)
     weights = Weights({name: drawn(each.shape) for name, each in without_memory(made).state_dict().items()})
@@ -104,16 +104,16 @@ def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -
     torch.zeros(1)
     kept, out = [], folder.parent / "out"
     # Imports and one-time allocations.
-    weights.read("model.norm.weight")
+    weights.tensors["model.norm.weight"].read()
     begin = time.perf_counter()
     with Peak() as peak:
         if what == "written as shards":
             write_hugging_face(weights, made, out, max_shard_bytes=shard_mib * MIB)
         else:
-            for name, (shape, _) in weights.shapes.items():
-                box = share(name, tuple(shape), what)
+            for name, tensor in weights.tensors.items():
+                box = share(name, tuple(tensor.shape), what)
                 if box is not None:
-                    kept.append(weights.read(name, box))
+                    kept.append(tensor.read(box))
     seconds = time.perf_counter() - begin
     return {
         "what": what,

@@ -36,6 +36,11 @@ class Lora:
     """`4bit` or `8bit`: frozen weights are quantized by bitsandbytes (QLoRA, arXiv:2305.14314); empty for 16 bits."""
 
     @property
+    def scale(self) -> float:
+        """Factor of an adapter's output."""
+        return (self.alpha or self.r) / self.r
+
+    @property
     def frozen_bits(self) -> float:
         """Bits of a frozen weight, with its scales, while products are in 16 bits."""
         return QUANTIZED_BITS[QUANTIZE[self.quantize]] if self.quantize else 16.0
@@ -113,9 +118,10 @@ class AdaptedArchitecture(Architecture):
                 # peft adds fused experts and their router, which are not linear layers.
                 head = model.get_output_embeddings()
                 target = [path for path, module in model.named_modules() if _linear(module) and module is not head]
+        alpha = lora.alpha or lora.r
         settings = peft.LoraConfig(
             r=lora.r,
-            lora_alpha=lora.alpha if lora.alpha is not None else lora.r,
+            lora_alpha=alpha if alpha % 1 else int(alpha),
             target_modules=target,
             lora_dropout=lora.dropout,
         )

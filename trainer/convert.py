@@ -12,7 +12,6 @@ from ..models.layouts.adapters import merged
 from ..models.layouts.dcp import dcp_tensors
 from ..models.layouts.find import LAYOUTS, find_weights
 from ..models.layouts.hugging_face import own_generation, own_tokenizer
-from ..models.layouts.save import main_dtype
 from ..models.layouts.weights import Weights
 from ..models.lora import AdaptedArchitecture
 from ..results.trained import CHECKPOINTS, holds_training, read_document
@@ -107,7 +106,8 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
     if request.merge and isinstance(workload.model, AdaptedArchitecture):
         weights = merged(weights, workload.model)
     began_in = document.get("weights_dtype")
-    rounded = request.to == "hf" and request.dtype is None and began_in in _DTYPES and began_in != _dtype_of(weights)
+    differs = began_in in _DTYPES and f"torch.{began_in}" != str(weights.dtype)
+    rounded = request.to == "hf" and request.dtype is None and differs
     options = _options(request, trained, began_in if rounded else request.dtype)
     try:
         LAYOUTS[request.to](weights, workload.model, path_of(out), **options)
@@ -119,11 +119,6 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
             "larger `keep` in --settings"
         ) from error
     return Converted(checkpoint=checkpoint, rounded_to=began_in if rounded else None)
-
-
-def _dtype_of(weights: Weights) -> str:
-    """Returns the most frequent dtype of the weights."""
-    return str(main_dtype(weights.shapes.values())).removeprefix("torch.")
 
 
 def _check_adapters(request: ConvertRequest, architecture: Architecture, folder: str | Path) -> None:

@@ -21,7 +21,6 @@ from ..knobs.text import config_text
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.flops import flops_of
-from ..models.layouts.save import main_dtype
 from ..models.lora import AdaptedArchitecture
 from ..models.resolve import located
 from ..results import Measurement, Status
@@ -44,6 +43,7 @@ from ..runners.place.ray_runner import RayRunner, kind_of_cluster
 from ..runners.registry import runner_on
 from ..runners.runner import Runner, TrialRequest
 from ..space import Config
+from ..tuner.trackers import logging_to
 from .checkpoint.folder import CheckpointFolder
 from .chosen import TrainingStrategy, devices_text
 from .data import DataPlan, training_data
@@ -54,7 +54,7 @@ from .loop import LoopPlan, LoopResult
 from .program import Trainings, TrainRank, weights_to_begin_with
 from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
 from .strategy import TrainingSource, after_oom, read_source, replanned, winner, without_batch
-from .tracking import logging_training_to
+from .tracking import TrainTracking
 
 LOSSES = 3
 """Largest number of restarts in a row, after ranks were lost, that reach no further checkpoint. A failed host loses ranks
@@ -145,7 +145,7 @@ class Driver:
         self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
         if obstacle := self.checkpoints.obstacle():
             raise StudyError(obstacle)
-        self.listener = stack.enter_context(logging_training_to(request.log_to, path, listener))
+        self.listener: TrainListener = stack.enter_context(logging_to(request.log_to, path, listener, TrainTracking))
         self._new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
         make_folder(path)
         stack.callback(FolderLock(path).release)
@@ -195,8 +195,7 @@ class Driver:
             self.listener.on_message(note)
         if self.request.weights is not None and not self.step:
             start = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
-            dtype = main_dtype(start.shapes.values())
-            self._weights_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+            self._weights_dtype = None if start.dtype is None else str(start.dtype).removeprefix("torch.")
         strategy = self._begin()  # before the data, which may take hours, so that a refusal loses nothing
         self.listener.on_wait("reading the data")
         if not self.document:
@@ -387,8 +386,6 @@ class Driver:
             self.listener.on_start(self.training_start())
             measured = self._watched(runner)
         self._end = work.ended
-        for line in self._end.unlogged if self._end is not None else ():
-            self.listener.on_line(line)
         return measured
 
     def _run_until_ended(self) -> Measurement:

@@ -71,8 +71,6 @@ def train_rank(request: TrainRequest, place: RankPlace, listener: TrainListener)
                     write_atomic(program.folder / OUT_OF_MEMORY, json.dumps(note).encode())
             raise
         for driver in drivers:
-            for line in end.unlogged:
-                listeners[0].on_line(line)
             driver.check_saved(end)
         return end.stopped
 

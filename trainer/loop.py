@@ -10,21 +10,19 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..base.device import one_thread
-from ..base.errors import Diverged, StudyError
+from ..base.errors import Diverged
 from ..base.option import Option, check_options
 from ..models.workload import Batch
 from ..training import gradients
-from ..training.training import Training, undone
+from ..training.training import Training
 from ..training.training_data import TrainingData
 from .checkpoint.saver import Saved, Saver
 from .checkpoint.state import State
 from .hyperparameters import Hyperparameters
-from .soak import LONG, agreed, longest
 
 if TYPE_CHECKING:
     import torch
 
-MIB = 1024 * 1024
 LAG = 2
 """Number of steps after which ranks read their common decision, so that none waits for the device."""
 
@@ -51,12 +49,6 @@ class LoopPlan:
         float, Option("Minutes between two checkpoints; 0 for none by time.", type=float, least=0, in_file=True)
     ] = 10.0
     keep: Annotated[int, Option("Number of checkpoints to keep.", type=int, least=1, in_file=True)] = 3
-    soak: Annotated[
-        bool,
-        Option(
-            f"Of {LONG} steps or more: try the longest batch, an evaluation and a save after the first.", in_file=True
-        ),
-    ] = True
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -71,8 +63,6 @@ class LoopResult:
     """True if it was stopped before the last step."""
     failure: str = ""
     """Reason why the last step has no checkpoint; empty if it has one."""
-    unlogged: tuple[Mapping[str, Any], ...] = ()
-    """Lines of the log, except those of steps, that did not fit on its disk."""
     step_ms: float | None = None
     """Median time of a step over the intervals of the log except the first, ms; None if there was none."""
     samples_per_step: int = 0
@@ -120,7 +110,6 @@ class Loop:
         stop: returns True to stop; called on every rank at every step.
         peak_flops: peak FLOP/s of a device, for the utilisation; None if unknown.
         from_weights: frozen parameters that checkpoints leave out; see `State`.
-        phase: receives the name of the next phase, so that a failure can report it.
     """
 
     def __init__(
@@ -140,9 +129,7 @@ class Loop:
         memory_mib: Callable[[], float] | None = None,
         peak_flops: float | None = None,
         from_weights: Collection[str] = (),
-        phase: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._phase = phase
         self.training, self.samples, self.plan, self.saver = training, samples, plan, saver
         self.step, self.position = step, position
         self._hyper = hyperparameters
@@ -188,10 +175,6 @@ class Loop:
                     self._evaluate()
                 if save or (self.plan.save_every and self.step % self.plan.save_every == 0):
                     self._save()
-                if self.plan.soak and self.step == self._first + 1 and self.until - self._first >= LONG and not stopped:
-                    self._phase("soak")
-                    self._soak()
-                    self._phase("training")
             return self._end(stopped)
         finally:
             following.cancel()
@@ -332,44 +315,6 @@ class Loop:
                 weights += weight
         training.model.train()
         return float(total / weights)
-
-    def _soak(self) -> None:
-        """Tries later events: the longest batch, an evaluation, a save. It does not change the training.
-
-        Raises:
-            StudyError: a checkpoint cannot be saved.
-        """
-        training, size, begin = self.training, self.training.samples_per_step, time.perf_counter()
-        position, remaining = self._position(self.step), self.until - self.step
-        rank0 = training.world.rank == 0
-        longest_batch = longest(self.samples, position, remaining, size, training.micro_batch) if rank0 else None
-        longest_batch = agreed(training, longest_batch)
-        tried = [
-            f"the longest of the next {longest_batch.looked_at:,} batches (step {self.step + longest_batch.step + 1})"
-        ]
-        with undone(training):
-            share = training.share(self.samples, position + longest_batch.step * size)
-            float(gradients.passes(training, self.samples, share))  # waits for the device
-            training.optimizer.zero_grad(set_to_none=True)
-            if self.plan.eval_every:
-                self._held_out_loss(1)
-                tried.append("an evaluation")
-        if self.saver is not None:
-            self._log_saved(self.saver.wait())
-            saved = self.saver.rehearse(self._state(), self.step)
-            if saved.failure:
-                raise StudyError(
-                    f"no checkpoint can be saved in '{self.saver.folder.path}', as a trial after the first step shows: "
-                    f"{saved.failure}"
-                )
-            tried.append(f"a checkpoint of {saved.bytes / MIB:,.1f} MiB")
-        memory_mib = self._memory_mib() if self._memory_mib else None
-        peak = f", {memory_mib:,.0f} MiB at most" if memory_mib else ""
-        seconds = time.perf_counter() - begin
-        self._idle_s += seconds
-        listed = " and ".join(filter(None, (", ".join(tried[:-1]), tried[-1])))
-        summary = f"soaked for {seconds:.1f} s{peak}: {listed} succeeded, without an effect on the training"
-        self._log({"kind": "note", "step": self.step, "text": summary, "seconds": seconds, "memory_mib": memory_mib})
 
     def _state(self) -> State:
         return State(self.training, self._from_weights)

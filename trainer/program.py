@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -43,10 +42,6 @@ if TYPE_CHECKING:
 
 _SYNCED = ("checkpoint", "end")
 """Kinds of log lines after which the file is synced, so that it survives a power failure as checkpoints do."""
-_PASSING = ("step", "progress")
-"""Kinds of log lines that are dropped while the disk is full."""
-_WAITING = 200
-"""Number of latest lines that wait while a log's disk is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +82,7 @@ class TrainRank:
                 join(context)
             group = patient_group()
         with ExitStack() as stack:
-            rank_log = stack.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
-            log = rank_log or _discard
+            log = stack.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else _discard
             context.phase("data")
             samples = training_data(self.data, self.workload, self.folder / DATA)
             context.phase("build")
@@ -132,11 +126,9 @@ class TrainRank:
                 memory_mib=context.memory.peak_mib,
                 peak_flops=self.peak_flops,
                 from_weights=from_weights,
-                phase=context.phase,
             )
             context.phase("training")
-            result = loop.run()
-            return replace(result, unlogged=rank_log.unwritten) if rank_log is not None else result
+            return loop.run()
 
     def _load(
         self,
@@ -264,16 +256,15 @@ def _discard(line: Mapping[str, Any]) -> None:
 
 class _Log:
     """Appends JSON lines to a training's log. A full disk must not end a training: a line that cannot be written is
-    printed, and unless its kind is in `_PASSING` it is written once there is room again, on a line of its own
-    after a truncated one.
+    printed instead.
     """
 
     def __init__(self, folder: Path, on_line: Callable[[], None] | None) -> None:
         path = folder / LOG
         self._cut = path.exists() and path.read_bytes()[-1:] not in (b"\n", b"")
+        """True if the last line has no end: the next one is on a line of its own."""
         self._file = path.open("ab", buffering=0)
         self._on_line = on_line
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=_WAITING)
 
     def __enter__(self) -> "_Log":
         return self
@@ -281,36 +272,20 @@ class _Log:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    @property
-    def unwritten(self) -> tuple[Mapping[str, Any], ...]:
-        """Lines that could not be written so far."""
-        return tuple(self._waiting)
-
     def __call__(self, line: Mapping[str, Any]) -> None:
-        lines = [*self._waiting, {"time": time.time(), **line}]
-        self._waiting.clear()
-        reason: str | None = None
-        for pending in lines:
-            # Lines after one that could not be written stay in order: they wait as well.
-            reason = reason or self._write(pending)
-            if reason and pending.get("kind") not in _PASSING:
-                self._waiting.append(pending)
-        if reason:
-            print(f"redline: the log cannot be written ({reason}): {json.dumps(lines[-1])}", flush=True)
-        if self._on_line is not None:
-            self._on_line()
-
-    def _write(self, line: Mapping[str, Any]) -> str | None:
-        """Writes a line. Returns the error, or None."""
-        data = b"\n" * self._cut + json.dumps(line, allow_nan=False).encode() + b"\n"
+        data = b"\n" * self._cut + json.dumps({"time": time.time(), **line}, allow_nan=False).encode() + b"\n"
         try:
-            written = self._file.write(data)
+            if written := self._file.write(data):
+                self._cut = written < len(data)
             if line.get("kind") in _SYNCED:
                 os.fsync(self._file)
+            problem = "cut short" if written < len(data) else None
         except OSError as error:
-            return str(error.strerror)
-        self._cut = written < len(data) if written else self._cut
-        return "cut short" if written < len(data) else None
+            problem = str(error.strerror)
+        if problem is not None:
+            print(f"redline: the log cannot be written ({problem}): {json.dumps(line)}", flush=True)
+        if self._on_line is not None:
+            self._on_line()
 
 
 @contextmanager

@@ -1,38 +1,22 @@
 """The listener of a training that logs to trackers."""
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..base.writing import write_atomic
+from ..knobs.text import config_text
 from ..results.trained import highest_step
-from ..tuner.trackers import open_trackers
-from ..tuner.trackers.listeners import Tracking, finite, without_missing
+from ..tuner.trackers.listeners import Tracking, finite
 from ..tuner.trackers.tracker import Ended
+from .chosen import devices_text
 from .listener import TrainingStart, TrainListener
 
-OF_STEPS = (
-    "loss", "lr", "grad_norm", "samples_per_second", "tokens_per_second", "step_ms", "tflops_per_device", "mfu",
-    "memory_mib", "seconds_left",
-)  # fmt: skip
-"""Numbers of a step that are logged, by their names in the log."""
+SECTIONS = {"step": "train", "evaluation": "held_out", "checkpoint": "checkpoint"}
+"""Group of the numbers of each kind of line in all trackers."""
 RUNS = "trackers.json"
 """File in a training's folder with the run id of each tracker."""
-
-
-@contextlib.contextmanager
-def logging_training_to(
-    names: str | Sequence[str] | None, folder: str | Path, listener: TrainListener
-) -> Iterator[TrainListener]:
-    """Yields a listener of a training, as `logging_to` does for a search."""
-    trackers = open_trackers(names, folder)
-    if not trackers:
-        yield listener
-        return
-    with contextlib.closing(TrainTracking(trackers, listener)) as tracking:
-        yield tracking
 
 
 class TrainTracking(Tracking, TrainListener):
@@ -51,12 +35,15 @@ class TrainTracking(Tracking, TrainListener):
             self._logged: dict[str, int] = {}
             """The last step logged, by kind of line."""
             self._before = highest_step(training.folder) if runs else 0
-            settings = {"where": training.where, **without_missing(training.hyperparameters)}
+            knobs = {f"knob.{name}": value for name, value in training.strategy.config.items()}
+            settings = {"where": training.where, **training.hyperparameters, **knobs}
             ids = self._start(training.name, settings, runs)
             if self._trackers:
                 write_atomic(training.folder / RUNS, (json.dumps(runs | ids, indent=2) + "\n").encode())
-        config = {"devices": training.strategy.devices, **without_missing(training.strategy.config)}
-        self._all("configure", training.step, config, training.strategy.why)
+        strategy = training.strategy
+        self._all(
+            "event", training.step, f"{devices_text(strategy.devices)}: {config_text(strategy.config)} ({strategy.why})"
+        )
 
     def on_line(self, line: Mapping[str, Any]) -> None:
         self._listener.on_line(line)
@@ -92,13 +79,9 @@ class TrainTracking(Tracking, TrainListener):
 
 def numbers_of_line(line: Mapping[str, Any]) -> dict[str, float]:
     """Returns the finite numbers of a line of a training's log, by their names in all trackers."""
-    kinds = {
-        "step": ("train", OF_STEPS),
-        "evaluation": ("held_out", ("loss",)),
-        "checkpoint": ("checkpoint", ("seconds", "stalled")),
-    }
-    section, names = kinds.get(str(line.get("kind")), ("", ()))
-    return finite({f"{section}/{name}": line.get(name) for name in names})
+    section = SECTIONS.get(str(line.get("kind")))
+    numbers = {f"{section}/{name}": value for name, value in line.items() if name not in ("step", "time")}
+    return {} if section is None else finite(numbers)
 
 
 def _runs(folder: Path) -> dict[str, str]:

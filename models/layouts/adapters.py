@@ -1,18 +1,20 @@
 """Low-rank adapters in peft's format: reads, writes, and merges them into the adapted weights."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
 from ...base.reading import Malformed, parse_json, read_named
 from ..architecture import Architecture, without_memory
-from ..lora import AdaptedArchitecture, Lora
+from ..lora import AdaptedArchitecture
 from .folder import whole_folder
-from .lazy import LazyTensor, Merged
-from .safetensors_files import stored_tensors
+from .lazy import Box, LazyTensor, LazyTensors
+from .safetensors_files import file_tensors
 from .weights import Weights, shape_differences
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -41,20 +43,13 @@ def with_adapters(weights: Weights, architecture: Architecture, adapters: Path |
                 "or merge them first: redline convert --merge"
             )
         return weights
-    state = without_memory(architecture).state_dict()
-    tensors: dict[str, LazyTensor] = {}
-    adapter_tensors = {} if adapters is None else read_adapters(adapters, architecture)
-    for name, tensor in state.items():
-        if is_adapter(name):
-            if adapters is None:
-                continue
-            if name not in adapter_tensors or adapter_tensors[name].shape != tensor.shape:
-                raise WorkloadError(_other_adapters(adapters, state, adapter_tensors))
-            tensors[name] = adapter_tensors[name]
-        elif (base := base_name(name)) in weights.tensors:
-            tensors[name] = weights.tensors[base]
-    if len(adapter_tensors) > sum(is_adapter(name) for name in tensors):
-        raise WorkloadError(_other_adapters(adapters, state, adapter_tensors))
+    model = without_memory(architecture)
+    base = {name: weights.tensors.get(base_name(name)) for name in model.state_dict() if not is_adapter(name)}
+    tensors = {name: tensor for name, tensor in base.items() if tensor is not None}
+    if adapters is not None:
+        adapter_tensors = read_adapters(adapters, architecture)
+        _check_adapters(f"'{adapters}'", model, adapter_tensors)
+        tensors |= adapter_tensors
     return Weights(tensors, weights.notes)
 
 
@@ -83,15 +78,13 @@ def read_adapters(folder: Path, architecture: AdaptedArchitecture) -> dict[str, 
         raise WorkloadError(
             f"'{folder}' contains adapters with {difference}; redline trains plain LoRA, without biases"
         )
-    lora = architecture.lora
-    scale = settings.get("lora_alpha", 0) / max(1, settings.get("r", 0))
-    if settings.get("r") != lora.r or scale != scaling(architecture):
+    lora, r, alpha = architecture.lora, settings.get("r"), settings.get("lora_alpha")
+    if (r, alpha) != (lora.r, lora.alpha or lora.r):
         raise WorkloadError(
-            f"'{folder}' contains adapters of r={settings.get('r')}, alpha={settings.get('lora_alpha')}, and the model has "
-            f"r={lora.r}, alpha={_alpha(lora)}: give --lora "
-            f"r={settings.get('r')},alpha={settings.get('lora_alpha')}"
+            f"'{folder}' contains adapters of r={r}, alpha={alpha}, and the model has r={lora.r}, "
+            f"alpha={lora.alpha or lora.r:g}: give --lora r={r},alpha={alpha}"
         )
-    stored = stored_tensors(folder / WEIGHTS)
+    stored = file_tensors(folder / WEIGHTS)
     return {
         re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix(PREFIX)): tensor
         for name, tensor in stored.items()
@@ -105,22 +98,9 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
         WorkloadError: it is missing or cannot be read.
     """
     try:
-        document = parse_json(read_named(folder / CONFIG, at_most=1 << 20))
-    except (OSError, Malformed) as error:
+        return dict(parse_json(read_named(folder / CONFIG, at_most=1 << 20)))
+    except (OSError, Malformed, TypeError, ValueError) as error:
         raise WorkloadError(f"'{folder}' is not a folder of adapters: {CONFIG}: {error}") from error
-    if not isinstance(document, dict):
-        raise WorkloadError(f"'{folder / CONFIG}' must contain a mapping")
-    return document
-
-
-def scaling(architecture: AdaptedArchitecture) -> float:
-    """Factor of an adapter's product."""
-    return _alpha(architecture.lora) / architecture.lora.r
-
-
-def _alpha(lora: Lora) -> float:
-    alpha = lora.r if lora.alpha is None else lora.alpha
-    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def merged(weights: Weights, architecture: AdaptedArchitecture) -> Weights:
@@ -131,38 +111,47 @@ def merged(weights: Weights, architecture: AdaptedArchitecture) -> Weights:
     Raises:
         WorkloadError: an adapter is missing.
     """
-    tensors = weights.tensors
-    transposed, scale = _transposed(architecture), scaling(architecture)
-    tensors_merged: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        if is_adapter(name):
-            continue
+    transposed, scale = _transposed(without_memory(architecture)), architecture.lora.scale
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in weights.tensors.items():
         layer = name.removesuffix(".base_layer.weight")
-        if layer == name:
-            tensors_merged[base_name(name)] = tensor
-            continue
-        missing = [factor for factor in ("A", "B") if f"{layer}.lora_{factor}.default.weight" not in tensors]
-        if missing:
-            raise WorkloadError(f"the adapter {layer}.lora_{missing[0]} is missing, so nothing can be merged")
-        up, down = (tensors[f"{layer}.lora_{factor}.default.weight"] for factor in ("B", "A"))
-        tensors_merged[base_name(name)] = Merged(tensor, up=up, down=down, scale=scale, transposed=layer in transposed)
-    return Weights(tensors_merged, weights.notes)
+        if layer != name:
+            factors = [f"{layer}.lora_{factor}.default.weight" for factor in ("B", "A")]
+            if missing := [factor for factor in factors if factor not in weights.tensors]:
+                raise WorkloadError(f"the adapter {missing[0]} is missing, so nothing can be merged")
+            up, down = (weights.tensors[factor] for factor in factors)
+            tensor = add_product(tensor, up, down, scale, transposed=layer in transposed)
+        if not is_adapter(name):
+            tensors[base_name(name)] = tensor
+    return Weights(tensors, weights.notes)
 
 
-def _transposed(architecture: AdaptedArchitecture) -> set[str]:
+def add_product(base: LazyTensor, up: LazyTensor, down: LazyTensor, scale: float, *, transposed: bool) -> LazyTensor:
+    """Returns `base + scale * up down`, or with the product `transposed`."""
+
+    def read(box: Box) -> "torch.Tensor":
+        import torch
+
+        rows, columns = reversed(box) if transposed else box
+        product = up.read((rows,)).to(torch.float32) @ down.read((slice(None), columns)).to(torch.float32) * scale
+        weight = base.read(box).to(torch.float32)
+        return (weight + (product.T if transposed else product)).to(base.dtype)
+
+    return LazyTensor(read, base.shape, base.dtype)
+
+
+def _transposed(model: Any) -> set[str]:
     """Adapted layers whose weight is stored as (in, out), as in GPT-2."""
-    modules = without_memory(architecture).named_modules()
+    modules = model.named_modules()
     return {path for path, module in modules if type(getattr(module, "base_layer", None)).__name__ == "Conv1D"}
 
 
-def _other_adapters(
-    folder: Path | str | None, state: Mapping[str, Any], adapter_tensors: Mapping[str, LazyTensor]
-) -> str:
-    expected = {name: tensor.shape for name, tensor in state.items() if is_adapter(name)}
-    differences = shape_differences(expected, {name: tensor.shape for name, tensor in adapter_tensors.items()})
-    return (
-        f"'{folder}' contains other adapters than the model has. {differences} Give --lora target=... of these layers"
-    )
+def _check_adapters(location: str, model: Any, adapter_tensors: LazyTensors) -> None:
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items() if is_adapter(name)}
+    if differences := shape_differences(expected, {name: tensor.shape for name, tensor in adapter_tensors.items()}):
+        raise WorkloadError(
+            f"{location} contains other adapters than the model has. {differences} Give --lora target=... of these layers"
+        )
 
 
 def write_peft(weights: Weights, architecture: Architecture, target: Path | str, *, base: str | None = None) -> None:
@@ -180,45 +169,15 @@ def write_peft(weights: Weights, architecture: Architecture, target: Path | str,
 
     if not isinstance(architecture, AdaptedArchitecture):
         raise WorkloadError(f"this {architecture.model_type} has no adapters to write; --to hf writes its weights")
-    tensors = weights.tensors
-    model = without_memory(architecture)
-    state = model.state_dict()
-    adapter_tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
-    if {name: tensor.shape for name, tensor in state.items() if is_adapter(name)} != {
-        name: tensor.shape for name, tensor in adapter_tensors.items()
-    }:
-        raise WorkloadError(_other_adapters("what was given", state, adapter_tensors))
+    model: Any = without_memory(architecture)
+    adapter_tensors = {name: tensor for name, tensor in weights.tensors.items() if is_adapter(name)}
+    _check_adapters("what was given", model, adapter_tensors)
     with whole_folder(target) as folder:
         by_peft_name = {
             PREFIX + name.replace(".default.", "."): tensor.read() for name, tensor in adapter_tensors.items()
         }
         save_file(by_peft_name, folder / WEIGHTS, metadata={"format": "pt"})
-        settings = peft_settings(architecture, model)
-        settings.base_model_name_or_path = base
+        settings: Any = model.peft_config["default"]
+        settings.base_model_name_or_path, settings.task_type = base, _TASKS.get(architecture.task)
+        settings.fan_in_fan_out, settings.inference_mode = bool(_transposed(model)), True
         settings.save_pretrained(folder)
-
-
-def peft_settings(architecture: AdaptedArchitecture, model: Any) -> Any:
-    """Returns a `peft.LoraConfig` that gives the plain model the same adapters."""
-    import peft
-
-    lora = architecture.lora
-    paths = [path for path, module in model.named_modules() if hasattr(module, "base_layer")]
-    return peft.LoraConfig(
-        r=lora.r,
-        lora_alpha=_alpha(lora),
-        # Each layer by its last name if no other layer has that name, otherwise by its path.
-        target_modules=_targets(paths, model),
-        lora_dropout=lora.dropout,
-        task_type=_TASKS.get(architecture.task),
-        fan_in_fan_out=bool(_transposed(architecture)),
-        inference_mode=True,
-    )
-
-
-def _targets(paths: list[str], model: Any) -> list[str]:
-    names = sorted({path.rpartition(".")[2] for path in paths})
-    same_name = [
-        path for path, module in model.named_modules() if path.rpartition(".")[2] in names and hasattr(module, "weight")
-    ]
-    return names if sorted(same_name) == sorted(paths) else sorted(paths)

@@ -4,11 +4,13 @@ import io
 import math
 import pickle
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
-from .lazy import Box, LazyTensor, Stored
+from ..architecture import one_line
+from .lazy import Box, LazyTensor, box_shape
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +36,8 @@ def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = read_metadata(folder)
-    _check_sizes(folder, metadata)
     return {
-        name: _stored(folder, metadata, name)
+        name: LazyTensor(partial(_read, folder, metadata, name), entry.size, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
@@ -55,39 +56,11 @@ def read_metadata(folder: Path) -> "Metadata":
         raise WorkloadError(f"'{folder}' is not a distributed checkpoint: it has no {METADATA}")
     try:
         metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        AttributeError,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        OSError,
-    ) as error:
-        raise WorkloadError(
-            f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again"
-        ) from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, LookupError, OSError) as error:
+        raise WorkloadError(f"'{path}' cannot be read: {one_line(error)}; copy the checkpoint again") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise WorkloadError(f"'{path}' contains no metadata of torch.distributed.checkpoint")
     return metadata
-
-
-def _check_sizes(folder: Path, metadata: "Metadata") -> None:
-    """Raises WorkloadError if a file is missing or shorter than in the metadata, as after an interrupted copy."""
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size is None or size < end:
-            state = (
-                "is missing" if size is None else f"is damaged: it has {size} bytes, and had {end} or more when saved"
-            )
-            raise WorkloadError(
-                f"'{path}' {state}; copy the checkpoint again, or remove its folder to use an earlier one"
-            )
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -105,56 +78,39 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata of tensors needs")
 
 
-def _stored(folder: Path, metadata: "Metadata", name: str) -> LazyTensor:
+def _read(folder: Path, metadata: "Metadata", name: str, box: Box) -> "torch.Tensor":
     import torch
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import LoadPlan
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-    entry: Any = metadata.state_dict_metadata[name]
-
-    def read(box: Box) -> torch.Tensor:
-        size = torch.Size([extent.stop - extent.start for extent in box])
-        tensor = torch.empty(size, dtype=entry.properties.dtype)
-        if not tensor.numel():
-            return tensor
-        requested = ChunkStorageMetadata(offsets=torch.Size([extent.start for extent in box]), sizes=size)
-        items = create_read_items_for_chunk_list(name, entry, [requested])
-        if sum(math.prod(item.lengths) for item in items) != tensor.numel():
-            raise WorkloadError(f"'{folder}' does not contain all of {name}: a rank's part was not saved")
-        reader = FileSystemReader(folder)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        try:
-            reader.read_data(LoadPlan(items), _load_planner()(tensor)).wait()
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError, ValueError) as error:
-            raise WorkloadError(
-                f"'{folder}': {name} cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again"
-            ) from error
-        return tensor
-
-    return Stored(read, entry.size, entry.properties.dtype, fresh=True)
-
-
-def _load_planner() -> Any:
-    """Returns a planner that reads into a single tensor."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner
-
     class SingleTensorPlanner(DefaultLoadPlanner):
-        def __init__(self, target: Any) -> None:
-            super().__init__()
-            self.target = target
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            extents = zip(read_item.dest_offsets, read_item.lengths)
+            return tensor[tuple(slice(offset, offset + length) for offset, length in extents)]
 
-        def resolve_tensor(self, read_item: Any) -> Any:
-            target = self.target
-            for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-                target = target.narrow(dim, offset, length)
-            return target
-
-        def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
             pass
 
-    return SingleTensorPlanner
+    entry: Any = metadata.state_dict_metadata[name]
+    tensor = torch.empty(box_shape(box), dtype=entry.properties.dtype)
+    if not tensor.numel():
+        return tensor
+    requested = ChunkStorageMetadata(offsets=torch.Size([extent.start for extent in box]), sizes=tensor.shape)
+    items = create_read_items_for_chunk_list(name, entry, [requested])
+    if sum(math.prod(item.lengths) for item in items) != tensor.numel():
+        raise WorkloadError(f"'{folder}' does not contain all of {name}: a rank's part was not saved")
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    try:
+        reader.read_data(LoadPlan(items), SingleTensorPlanner()).wait()
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError, ValueError) as error:
+        raise WorkloadError(
+            f"'{folder}': {name} cannot be read: {one_line(error)}; copy the checkpoint again, or remove its folder to use an "
+            "earlier one"
+        ) from error
+    return tensor
 
 
 def save_planner(shapes: Mapping[str, tuple[int, ...]]) -> Any:

@@ -1,6 +1,6 @@
 """Detects the layout of a checkpoint, and finds the writer of each layout."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ...base.errors import WorkloadError
@@ -45,9 +45,11 @@ def find_weights(path: Path | str, architecture: Architecture, adapters: Path | 
                 "of its weights, and this one as its adapters"
             )
         return find_weights(base, architecture, folder)
-    step = _step_folder(folder)
-    if (step / METADATA).is_file():
-        weights = _distributed(step, architecture)
+    steps = [step for step in folder.glob("step-*") if step.name[5:].isdecimal() and (step / METADATA).is_file()]
+    if (folder / METADATA).is_file():
+        weights = _distributed(folder, architecture)
+    elif steps:
+        weights = _distributed(max(steps, key=lambda step: int(step.name[5:])), architecture)
     else:
         weights = hugging_face(folder, architecture)
     if any(is_adapter(name) for name in weights.tensors):
@@ -55,30 +57,15 @@ def find_weights(path: Path | str, architecture: Architecture, adapters: Path | 
     return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
 
 
-def _step_folder(path: Path) -> Path:
-    """Returns the folder of the last step in `path`; `path` itself if it is one, or contains none."""
-    if (path / METADATA).is_file():
-        return path
-    steps = [folder for folder in path.glob("step-*") if folder.name[5:].isdecimal() and (folder / METADATA).is_file()]
-    return max(steps, key=lambda folder: int(folder.name[5:]), default=path)
-
-
 def _distributed(folder: Path, architecture: Architecture) -> Weights:
     """Returns the weights of a model in a folder of torch.distributed.checkpoint, by the model's own names, with its
     adapters if the folder has them.
     """
-    stored = dcp_tensors(folder)
-    prefix = _prefix(stored, architecture)
+    stored, model = dcp_tensors(folder), without_memory(plain(architecture))
+    prefix = max(PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in stored for name in model.state_dict()))
     tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
     if any(is_adapter(name) for name in tensors):
         return fit(tensors, without_memory(architecture), f"'{folder}'")
     # Without a prefix the optimizer's tensors are among the others.
-    model_tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim")}
-    return fit(model_tensors, without_memory(plain(architecture)), f"'{folder}'", hint=OTHER_TOOLS)
-
-
-def _prefix(stored: Iterable[str], architecture: Architecture) -> str:
-    """Prefix of a model's names in a folder."""
-    stored = set(stored)
-    names = without_memory(plain(architecture)).state_dict()
-    return max(PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in stored for name in names))
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim")}
+    return fit(tensors, model, f"'{folder}'", hint=OTHER_TOOLS)

@@ -1,17 +1,20 @@
-"""Hugging Face checkpoint folders: weights by a model's names, and the tokenizer files beside them."""
+"""Hugging Face checkpoint folders: weights in safetensors by a model's names, and the tokenizer files beside them."""
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from ...base._transformers import as_loaded, quiet
 from ...base.errors import WorkloadError
-from ...base.reading import Malformed, parse_json, path_of, read_named
+from ...base.reading import path_of
 from ..architecture import Architecture, one_line, without_memory
 from ..data import TOKENIZER_FILES, load_tokenizer
 from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings
 from .safetensors_files import stored_tensors
 from .weights import Weights, fit
+
+GENERATION = "generation_config.json"
+_PROBE = "The 7 quick brown foxes' fur (naïve, 12.5 %)\n\tdoesn't jump over https://example.org/?a=b 日本語."
+"""A text that tokenizers with equal vocabularies may split differently."""
 
 
 def hugging_face(path: Path | str, architecture: Architecture) -> Weights:
@@ -39,30 +42,12 @@ def hugging_face(path: Path | str, architecture: Architecture) -> Weights:
                 f"redline cannot follow: {one_line(error)}; load it with transformers and save it with "
                 "save_pretrained(DIR, save_original_format=False)"
             ) from error
-    return fit(tensors, model, f"'{path}'", unexpected=unused, hint=_family_hint(path, architecture))
+    return fit(tensors, model, f"'{path}'", unexpected=unused)
 
 
 def plain(architecture: Architecture) -> Architecture:
     """The architecture without adapters."""
     return Architecture(**{field.name: getattr(architecture, field.name) for field in fields(Architecture)})
-
-
-def _family_hint(path: Path, architecture: Architecture) -> str:
-    """Hint if the configuration beside a checkpoint is of another family."""
-    folder = path if path.is_dir() else path.parent
-    try:
-        document = parse_json(read_named(folder / "config.json", at_most=1 << 20))
-    except (OSError, Malformed):
-        return ""
-    family = document.get("model_type") if isinstance(document, dict) else None
-    if family in (None, architecture.model_type):
-        return ""
-    return f"Its config.json is that of a {family}."
-
-
-GENERATION = "generation_config.json"
-_PROBE = "The 7 quick brown foxes' fur (naïve, 12.5 %)\n\tdoesn't jump over https://example.org/?a=b 日本語."
-"""A text that tokenizers with equal vocabularies may split differently."""
 
 
 def own_tokenizer(path: Path | str) -> Path | None:
@@ -86,23 +71,14 @@ def difference(path: Path, checkpoint: Path) -> str | None:
     tokenizer, expected = load_tokenizer(path), load_tokenizer(checkpoint)
     if tokenizer is None or expected is None:
         raise WorkloadError(f"'{path if tokenizer is None else checkpoint}' contains no tokenizer")
-    vocabulary, expected_vocabulary = tokenizer.get_vocab(), expected.get_vocab()
-    if len(vocabulary) != len(expected_vocabulary):
-        return f"it has {len(vocabulary):,} tokens, and the checkpoint's {len(expected_vocabulary):,}"
-    differing = sorted(token for token in vocabulary if expected_vocabulary.get(token) != vocabulary[token])
-    if differing:
-        expected_id = expected_vocabulary.get(differing[0], "not there")
-        return (
-            f"{len(differing):,} of {len(vocabulary):,} tokens have another id, such as {differing[0]!r}: "
-            f"{vocabulary[differing[0]]}, and in the checkpoint's {expected_id}"
-        )
-    if _ids(tokenizer) != _ids(expected):
+    ids, expected_ids = tokenizer.get_vocab(), expected.get_vocab()
+    if len(ids) != len(expected_ids):
+        return f"it has {len(ids):,} tokens, and the checkpoint's {len(expected_ids):,}"
+    if moved := sorted(token for token in ids if expected_ids.get(token) != ids[token]):
+        return f"{len(moved):,} of {len(ids):,} tokens have another id, such as {moved[0]!r}"
+    if tokenizer(_PROBE)["input_ids"] != expected(_PROBE)["input_ids"]:
         return "it has the same tokens and splits texts otherwise"
     return None
-
-
-def _ids(tokenizer: Any) -> list[int]:
-    return list(tokenizer(_PROBE)["input_ids"])
 
 
 def _folders(path: Path | str) -> list[Path]:

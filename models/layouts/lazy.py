@@ -5,8 +5,8 @@ its result to boxes of its inputs, so that a rank reads only its share of a matr
 transformers' own conversions run on these tensors as on torch's (`__torch_function__`).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,51 +15,38 @@ if TYPE_CHECKING:
 Box = tuple[slice, ...]
 
 
-def full_box(box: Box | None, shape: Sequence[int]) -> Box:
-    """Completes a box to a slice from 0 or more to at most the size, for every dimension.
-
-    Raises:
-        ValueError: it has more dimensions than the tensor, or a step.
-    """
-    slices = box or ()
-    if len(slices) > len(shape) or any(extent.step not in (None, 1) for extent in slices):
-        raise ValueError(f"a box of a tensor of shape {tuple(shape)} is a slice a dimension, without steps: {box}")
-    remaining = (slice(None),) * (len(shape) - len(slices))
-    return tuple(slice(*extent.indices(size)[:2]) for extent, size in zip((*slices, *remaining), shape))
-
-
 def box_shape(box: Box) -> tuple[int, ...]:
     """Shape of a full box."""
     return tuple(max(0, extent.stop - extent.start) for extent in box)
 
 
-class LazyTensor(ABC):
-    """A tensor whose boxes can be read."""
+class LazyTensor:
+    """A tensor whose boxes can be read.
 
-    fresh = True
-    """True if `_read` returns memory that nothing else uses."""
+    Args:
+        read: returns the tensor of a box with a start and an end for every dimension.
+    """
 
-    def __init__(self, shape: Sequence[int], dtype: "torch.dtype") -> None:
+    def __init__(self, read: "Callable[[Box], torch.Tensor]", shape: Sequence[int], dtype: "torch.dtype") -> None:
         import torch
 
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-
-    @abstractmethod
-    def _read(self, box: Box) -> "torch.Tensor":
-        """Returns the tensor of a full box; its memory may be shared if it is not `fresh`."""
+        self.read_box, self.shape, self.dtype = read, torch.Size(shape), dtype
 
     def read(self, box: Box | None = None) -> "torch.Tensor":
-        """Returns a box as a new contiguous CPU tensor.
+        """Returns a box as a contiguous tensor without further memory behind it.
 
         Raises:
-            ValueError: it is not a box of this tensor.
+            ValueError: the box has more dimensions than the tensor.
         """
         import torch
 
-        tensor = self._read(full_box(box, self.shape))
+        box = box or ()
+        extents = (*box, *[slice(None)] * (self.ndim - len(box)))
+        tensor = self.read_box(
+            tuple(slice(*extent.indices(size)[:2]) for extent, size in zip(extents, self.shape, strict=True))
+        )
         compact = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        return tensor if self.fresh and compact else tensor.clone(memory_format=torch.contiguous_format)
+        return tensor if compact else tensor.clone(memory_format=torch.contiguous_format)
 
     @property
     def nbytes(self) -> int:
@@ -93,69 +80,7 @@ class LazyTensor(ABC):
         return functions[function](*args, **(kwargs or {})) if function in functions else NotImplemented
 
 
-class Stored(LazyTensor):
-    """A tensor of a reader.
-
-    Args:
-        read: returns the tensor of a full box.
-        fresh: True if `read` returns memory that nothing else uses; otherwise it is copied.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[Box], "torch.Tensor"],
-        shape: Sequence[int],
-        dtype: "torch.dtype",
-        *,
-        fresh: bool = False,
-    ) -> None:
-        super().__init__(shape, dtype)
-        self._reader, self.fresh = read, fresh
-
-    def _read(self, box: Box) -> "torch.Tensor":
-        return self._reader(box)
-
-
-class _Joined(LazyTensor):
-    """Tensors concatenated along a dimension."""
-
-    def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
-        shape = list(tensors[0].shape)
-        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-        super().__init__(shape, tensors[0].dtype)
-        self.tensors, self.dim = tensors, dim
-
-    def _read(self, box: Box) -> "torch.Tensor":
-        import torch
-
-        joined, offset = torch.empty(box_shape(box), dtype=self.dtype), 0
-        requested = box[self.dim]
-        for tensor in self.tensors:
-            start, stop = max(requested.start, offset), min(requested.stop, offset + tensor.shape[self.dim])
-            if start < stop:
-                inner = (*box[: self.dim], slice(start - offset, stop - offset), *box[self.dim + 1 :])
-                joined.narrow(self.dim, start - requested.start, stop - start).copy_(tensor._read(inner))
-            offset += tensor.shape[self.dim]
-        return joined
-
-
-class _Mapped(LazyTensor):
-    """A tensor whose dimensions are those of another in another order or form: maps boxes there, and results back."""
-
-    def __init__(
-        self,
-        base: LazyTensor,
-        shape: Sequence[int],
-        to_base: Callable[[Box], Box],
-        from_base: Callable[["torch.Tensor"], "torch.Tensor"],
-        dtype: "torch.dtype | None" = None,
-    ) -> None:
-        super().__init__(shape, dtype or base.dtype)
-        self.base, self.to_base, self.from_base = base, to_base, from_base
-        self.fresh = base.fresh
-
-    def _read(self, box: Box) -> "torch.Tensor":
-        return self.from_base(self.base._read(self.to_base(box)))
+LazyTensors = Mapping[str, LazyTensor]
 
 
 def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
@@ -165,12 +90,24 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
         ValueError: they differ in another dimension or in dtype.
     """
     dim %= tensors[0].ndim
-    kinds = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :], tensor.dtype) for tensor in tensors}
-    if len(kinds) != 1:
-        raise ValueError(
-            f"tensors of shapes {[tuple(tensor.shape) for tensor in tensors]} cannot be joined along {dim}"
-        )
-    return tensors[0] if len(tensors) == 1 else _Joined(tensors, dim)
+    shapes, dtype = [tensor.shape for tensor in tensors], tensors[0].dtype
+    if len({(*tensor.shape[:dim], *tensor.shape[dim + 1 :], tensor.dtype) for tensor in tensors}) != 1:
+        raise ValueError(f"tensors of shapes {[tuple(shape) for shape in shapes]} cannot be joined along {dim}")
+    ends = list(accumulate(shape[dim] for shape in shapes))
+
+    def read(box: Box) -> "torch.Tensor":
+        import torch
+
+        joined, requested = torch.empty(box_shape(box), dtype=dtype), box[dim]
+        for tensor, end in zip(tensors, ends):
+            offset = end - tensor.shape[dim]
+            start, stop = max(requested.start, offset), min(requested.stop, end)
+            if start < stop:
+                part = tensor.read_box((*box[:dim], slice(start - offset, stop - offset), *box[dim + 1 :]))
+                joined.narrow(dim, start - requested.start, stop - start).copy_(part)
+        return joined
+
+    return LazyTensor(read, (*shapes[0][:dim], ends[-1], *shapes[0][dim + 1 :]), dtype)
 
 
 def stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
@@ -181,25 +118,23 @@ def stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 
 def unsqueeze(base: LazyTensor, dim: int) -> LazyTensor:
     shape = (*base.shape[:dim], 1, *base.shape[dim:])
-    return _Mapped(base, shape, lambda box: (*box[:dim], *box[dim + 1 :]), lambda tensor: tensor.unsqueeze(dim))
+    return LazyTensor(lambda box: base.read_box((*box[:dim], *box[dim + 1 :])).unsqueeze(dim), shape, base.dtype)
 
 
 def select(base: LazyTensor, dim: int, index: int) -> LazyTensor:
     """Selects one entry of a dimension, which is removed."""
     dim %= base.ndim
-    shape = (*base.shape[:dim], *base.shape[dim + 1 :])
-    entry = slice(index, index + 1)
-    return _Mapped(base, shape, lambda box: (*box[:dim], entry, *box[dim:]), lambda tensor: tensor.squeeze(dim))
+    entry, shape = slice(index, index + 1), (*base.shape[:dim], *base.shape[dim + 1 :])
+    return LazyTensor(lambda box: base.read_box((*box[:dim], entry, *box[dim:])).squeeze(dim), shape, base.dtype)
 
 
 def narrow(base: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
     """Selects consecutive entries of a dimension."""
-    shape = (*base.shape[:dim], length, *base.shape[dim + 1 :])
 
-    def to_base(box: Box) -> Box:
-        return (*box[:dim], slice(box[dim].start + start, box[dim].stop + start), *box[dim + 1 :])
+    def read(box: Box) -> "torch.Tensor":
+        return base.read_box((*box[:dim], slice(box[dim].start + start, box[dim].stop + start), *box[dim + 1 :]))
 
-    return _Mapped(base, shape, to_base, lambda tensor: tensor)
+    return LazyTensor(read, (*base.shape[:dim], length, *base.shape[dim + 1 :]), base.dtype)
 
 
 def chunk(base: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
@@ -215,8 +150,7 @@ def split(base: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[L
         sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
     if sum(sizes) != total:
         raise ValueError(f"{total} entries cannot be split into {list(sizes)}")
-    starts = [sum(sizes[:end]) for end in range(len(sizes))]
-    return tuple(narrow(base, dim, start, size) for start, size in zip(starts, sizes))
+    return tuple(narrow(base, dim, end - size, size) for size, end in zip(sizes, accumulate(sizes)))
 
 
 def transpose(base: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
@@ -225,39 +159,10 @@ def transpose(base: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
         swapped[dim0], swapped[dim1] = swapped[dim1], swapped[dim0]
         return tuple(swapped)
 
-    return _Mapped(base, transposed(base.shape), transposed, lambda tensor: tensor.transpose(dim0, dim1))
-
-
-def cast(base: LazyTensor, dtype: "torch.dtype") -> LazyTensor:
-    return (
-        base
-        if dtype == base.dtype
-        else _Mapped(base, base.shape, lambda box: box, lambda tensor: tensor.to(dtype), dtype)
+    return LazyTensor(
+        lambda box: base.read_box(transposed(box)).transpose(dim0, dim1), transposed(base.shape), base.dtype
     )
 
 
-class Merged(LazyTensor):
-    """A matrix plus a low-rank one, `W + scale * B A`, computed in float32 and rounded to the matrix's dtype.
-
-    Args:
-        base: W, of shape (out, in), or (in, out) if `transposed`.
-        up: B, of shape (out, rank).
-        down: A, of shape (rank, in).
-    """
-
-    def __init__(self, base: LazyTensor, *, up: LazyTensor, down: LazyTensor, scale: float, transposed: bool) -> None:
-        super().__init__(base.shape, base.dtype)
-        self.base, self.up, self.down, self.scale, self.transposed = base, up, down, scale, transposed
-
-    def _read(self, box: Box) -> "torch.Tensor":
-        import torch
-
-        rows, columns = reversed(box) if self.transposed else box
-        up = self.up._read((rows, slice(0, self.up.shape[1]))).to(torch.float32)
-        down = self.down._read((slice(0, self.down.shape[0]), columns)).to(torch.float32)
-        product = (up @ down) * self.scale
-        weight = self.base._read(box)
-        return (weight.to(torch.float32) + (product.T if self.transposed else product)).to(self.dtype)
-
-
-LazyTensors = Mapping[str, LazyTensor]
+def cast(base: LazyTensor, dtype: "torch.dtype") -> LazyTensor:
+    return LazyTensor(lambda box: base.read_box(box).to(dtype), base.shape, dtype)

@@ -1,7 +1,7 @@
 """Writes checkpoints for transformers, shard by shard."""
 
+import json
 import shutil
-from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,8 @@ from ..architecture import Architecture, one_line, without_memory
 from .adapters import is_adapter
 from .folder import whole_folder
 from .hugging_face import GENERATION, plain
-from .lazy import LazyTensor, LazyTensors, cast
-from .safetensors_files import INDEX, SINGLE, index_document
+from .lazy import LazyTensors, cast
+from .safetensors_files import INDEX, SINGLE
 from .weights import Weights, fit
 
 if TYPE_CHECKING:
@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 SHARD_BYTES = 5 << 30
 """Largest size of a file; this much is in memory while it is written."""
 _TOKENIZER = (
-    "*token*", "vocab*", "merges*", "spiece*", "*.model", "chat_template*", "normalizer.json", GENERATION,
-)  # fmt: skip
+    "*token*.json",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "special_tokens*",
+    "chat_template*",
+    "normalizer.json",
+    GENERATION,
+)
 """Files of a tokenizer in a folder, and the generation configuration."""
-_NOT_TOKENIZER = ("*.safetensors", "*.bin", "*.pt", "*.pth", "config.json", "*.py")
 
 
 def write_hugging_face(
@@ -55,24 +61,24 @@ def write_hugging_face(
         WorkloadError: the weights are not of this model.
         UsageError: the folder is not empty, or cannot be written.
     """
-    tensors = weights.tensors
-    if any(is_adapter(name) for name in tensors):
+    if any(is_adapter(name) for name in weights.tensors):
         raise WorkloadError("these weights have adapters beside them: merge them first, or write the adapters alone")
     model: Any = without_memory(plain(architecture))
-    fitted = fit(tensors, model, "what was given").tensors
-    changed = {name: _as(tensor, dtype) for name, tensor in fitted.items()}
+    tensors = fit(weights.tensors, model, "what was given").tensors
+    if dtype is not None:
+        tensors = {
+            name: cast(tensor, dtype) if tensor.dtype.is_floating_point else tensor for name, tensor in tensors.items()
+        }
     with quiet():
         try:
-            stored = as_saved(model, changed)
+            stored = as_saved(model, tensors)
         except (TypeError, NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
             raise WorkloadError(
                 f"redline cannot save a {architecture.model_type} as transformers does: {one_line(error)}"
             ) from error
     with whole_folder(target) as folder:
         write_safetensors(stored, folder, max_shard_bytes)
-        write_configuration(
-            folder, architecture, model, main_dtype((tensor.shape, tensor.dtype) for tensor in stored.values())
-        )
+        write_configuration(folder, architecture, model, Weights(stored).dtype)
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), folder)
         if generation is not None:
@@ -93,8 +99,8 @@ def write_safetensors(tensors: LazyTensors, folder: Path, max_shard_bytes: int) 
     for file, names in plan.filename_to_tensors.items():
         save_file({name: tensors[name].read() for name in names}, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        (folder / INDEX).write_bytes(index_document(plan.tensor_to_filename, total))
+        index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_configuration(folder: Path, architecture: Architecture, model: Any, dtype: "torch.dtype | None") -> None:
@@ -119,28 +125,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     Raises:
         UsageError: there are none.
     """
-    entries = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
-    files = [
-        file
-        for file in entries
-        if file.is_file()
-        and (source.is_file() or any(fnmatch(file.name, pattern) for pattern in _TOKENIZER))
-        and not any(fnmatch(file.name, pattern) for pattern in _NOT_TOKENIZER)
-    ]
+    files = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
+    if not source.is_file():
+        files = [file for file in files if any(fnmatch(file.name, pattern) for pattern in _TOKENIZER)]
     if not files:
         raise UsageError(f"'{source}' contains no tokenizer: no file like tokenizer.json, vocab.txt or *.model")
     for file in files:
         shutil.copyfile(file, folder / file.name)
-
-
-def _as(tensor: LazyTensor, dtype: "torch.dtype | None") -> LazyTensor:
-    return cast(tensor, dtype) if dtype is not None and tensor.dtype.is_floating_point else tensor
-
-
-def main_dtype(tensors: "Iterable[tuple[torch.Size, torch.dtype]]") -> "torch.dtype | None":
-    """Floating-point dtype of most entries of tensors, given the shape and dtype of each."""
-    totals: dict[torch.dtype, int] = {}
-    for shape, dtype in tensors:
-        if dtype.is_floating_point:
-            totals[dtype] = totals.get(dtype, 0) + shape.numel()
-    return max(totals, key=lambda dtype: totals[dtype], default=None)

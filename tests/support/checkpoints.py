@@ -4,7 +4,7 @@ import torch
 from numerics_table import FAMILIES
 from redline.base._transformers import quiet
 from redline.models.architecture import Architecture
-from redline.models.layouts.lazy import Stored
+from redline.models.layouts.lazy import LazyTensor
 from redline.models.layouts.weights import Weights
 from redline.models.lora import AdaptedArchitecture, Lora
 
@@ -45,10 +45,12 @@ def lazy(tensor, log=None):
             log.append(tensor[box].numel())
         return tensor[box]
 
-    return Stored(read, tensor.shape, tensor.dtype)
+    return LazyTensor(read, tensor.shape, tensor.dtype)
 
 
 def differing(weights, model):
     """Names of a model's tensors that the weights lack or have with other bits."""
     own = model.state_dict()
-    return [name for name in own if name not in weights.shapes or not torch.equal(weights.read(name), own[name])]
+    return [
+        name for name in own if name not in weights.tensors or not torch.equal(weights.tensors[name].read(), own[name])
+    ]

@@ -104,8 +104,7 @@ FIVE = [{"micro_batch": 4}, PARTS["tp2"], PARTS["zero3"], PARTS["tp2·pp2"], PAR
 def test_samples_are_the_same_when_the_strategy_changes_five_times(small, run, corpus, tmp_path, ends, lr):
     workload, read, steps = small("llama", seq_len=16), corpus(seed=3), ends[-1]
     hyper = Hyperparameters(steps=steps, lr=lr, warmup=10)
-    # A soak would add its longest batch.
-    whole, _, expected = seen(workload, {"micro_batch": 8}, read, hyper=hyper, soak=False)
+    whole, _, expected = seen(workload, {"micro_batch": 8}, read, hyper=hyper)
     given, losses = [], []
     for config, until in zip(FIVE, ends):
         everybody = run(

@@ -102,37 +102,12 @@ def test_invalid_lists_are_refused(name):
         follow(strategy, 8)
 
 
-SAVED = [("parallel_mode", ([("data", 8)], None), False), ("amp_native", {"dtype": torch.bfloat16}, False)]
-
-
 def test_saved_lists_are_read(tmp_path):
     (tmp_path / "list.json").write_text(json.dumps(["zero2", ["amp_native", {"dtype": "bf16"}]]))
     assert follow(read_list(tmp_path / "list.json"), 8).knobs == {**NEUTRAL, "zero": 2, "precision": "bf16"}
-    (tmp_path / "strategy").write_bytes(pickle.dumps(SAVED))
-    assert follow(read_list(tmp_path / "strategy"), 8).knobs == {
-        **NEUTRAL,
-        "tp": 1,
-        "pp": 1,
-        "dp": 8,
-        "precision": "bf16",
-    }
-
-
-class Harmful:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        import os
-
-        return os.mkdir, (self.path,)
-
-
-def test_a_pickle_runs_no_code(tmp_path):
-    (tmp_path / "strategy").write_bytes(pickle.dumps([Harmful(str(tmp_path / "made"))]))
-    with pytest.raises(UsageError, match=r"cannot be read safely \(it names posix.mkdir\)"):
+    (tmp_path / "strategy").write_bytes(pickle.dumps(["zero2"]))
+    with pytest.raises(UsageError, match=r"strategy' is not JSON .*, which a pickle of ATorch is not"):
         read_list(tmp_path / "strategy")
-    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("text", ["", "not json", "3", "[]"])

@@ -13,7 +13,8 @@ from redline.results.trained import LOG
 from redline.space import Config
 from redline.trainer.chosen import TrainingStrategy
 from redline.trainer.listener import TrainingStart, TrainListener
-from redline.trainer.tracking import RUNS, TrainTracking, logging_training_to
+from redline.trainer.tracking import RUNS, TrainTracking
+from redline.tuner.trackers import logging_to
 from redline.tuner.trackers.tracker import Tracker
 from tiers import tiered
 
@@ -34,7 +35,7 @@ def session(folder, name, lines, step=0, zero=0):
     messages_to = TrainListener()
     problems = []
     messages_to.on_message = problems.append
-    with logging_training_to(name, folder, messages_to) as listener:
+    with logging_to(name, folder, messages_to, TrainTracking) as listener:
         listener.on_start(training_start(folder, step, zero))
         for line in lines:
             with (folder / LOG).open("a") as file:
@@ -86,10 +87,10 @@ def test_tensorboard_continues_in_its_folder_without_repeated_steps(tmp_path):
     assert [(each.step, each.value) for each in events.Scalars("held_out/loss")] == list(HELD_OUT.items())
     assert events.Scalars("checkpoint/seconds")[0].step == 20
     assert "train/grad_norm" not in events.Tags()["scalars"] and "train/mfu" not in events.Tags()["scalars"]
-    words = {
-        each.step: each.tensor_proto.string_val[0].decode() for each in events.Tensors("configuration/text_summary")
-    }
-    assert "zero=0" in words[0] and "zero=3" in words[20] and "devices=2" in words[20]
+    texts = {}
+    for event in events.Tensors("events/text_summary"):
+        texts.setdefault(event.step, event.tensor_proto.string_val[0].decode())
+    assert texts[0] == "2 devices: zero=0 (the winner)" and texts[20] == "2 devices: zero=3 (the winner)"
 
 
 def test_tensorboard_does_not_repeat_what_lost_ranks_do_again(tmp_path):
@@ -117,13 +118,11 @@ def test_mlflow_continues_in_its_run_without_repeated_steps(tmp_path, monkeypatc
     assert sorted((each.step, each.value) for each in history) == list(LOSSES.items())
     history = client.get_metric_history(run.info.run_id, "held_out/loss")
     assert sorted((each.step, each.value) for each in history) == list(HELD_OUT.items())
-    assert run.data.params == {"lr": "0.001", "where": "2 x CPU"}
+    assert run.data.params == {"lr": "0.001", "where": "2 x CPU", "knob.zero": "0"}
     assert run.info.status == "FINISHED"
-    assert run.data.tags["redline.event.30"] == "the checkpoint of step 30 was not saved: No space left on device"
-    if not lost:
-        assert run.data.tags["redline.knob.zero"] == "3"
-        assert "zero=0" in run.data.tags["redline.configuration.0"]
-        assert "zero=3" in run.data.tags["redline.configuration.20"]
+    assert run.data.tags["redline.event.30.2"] == "the checkpoint of step 30 was not saved: No space left on device"
+    assert "zero=0" in run.data.tags["redline.event.0.1"]
+    assert lost or "zero=3" in run.data.tags["redline.event.20.1"]
 
 
 def test_mlflow_says_how_a_training_ended(tmp_path, monkeypatch):
@@ -165,7 +164,9 @@ def test_wandb_continues_in_its_run_without_repeated_steps(tmp_path):
     assert [(row["step"], row["train/loss"]) for row in rows[0] if "train/loss" in row] == [(10, 5), (20, 4), (30, 3)]
     assert [(row["step"], row["train/loss"]) for row in rows[1] if "train/loss" in row] == [(40, 2)]
     assert [row["held_out/loss"] for each in rows for row in each if "held_out/loss" in row] == [4.5, 3.5]
-    assert [row["knob.zero"] for each in rows for row in each if "knob.zero" in row] == [0, 3]
+    assert [row["event"].split()[2] for each in rows for row in each if "(the winner)" in row.get("event", "")] == [
+        "zero=0", "zero=3",
+    ]  # fmt: skip
 
 
 def rows_of(path):
@@ -203,12 +204,9 @@ class Recorder(Tracker):
         if call[0] == self.failing:
             raise OSError("no space left")
 
-    def start(self, title, settings, run):
-        self._call("start", run)
+    def start(self, title, settings, runs):
+        self._call("start", runs)
         return "a run"
-
-    def configure(self, step, config, reason):
-        self._call("configure", config["zero"])
 
     def log(self, step, metrics):
         self._call("log", step)
@@ -246,5 +244,7 @@ def test_a_change_of_configuration_is_logged_in_the_same_run(tmp_path):
     tracking.on_start(training_start(tmp_path))
     tracking.on_message("out of memory")
     tracking.on_start(training_start(tmp_path, step=0, zero=3))
-    assert tracker.calls == [("start", None), ("configure", 0), ("event", 0, "out of memory"), ("configure", 3)]
+    configurations = [f"2 devices: zero={zero} (the winner)" for zero in (0, 3)]
+    events = [("event", 0, text) for text in (configurations[0], "out of memory", configurations[1])]
+    assert tracker.calls == [("start", {}), *events]
     assert problems == ["before it starts", "out of memory"]

@@ -116,7 +116,7 @@ class Recorder(Tracker):
         if name == self.failing:
             raise OSError("no space left")
 
-    def start(self, title, settings, run):
+    def start(self, title, settings, runs):
         self._call("start", title)
         return "a run"
 

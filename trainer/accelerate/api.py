@@ -179,11 +179,11 @@ def _begin(training: "Training", resolved: Resolved, weights: str | Path | None)
 
 def _of_module(module: "torch.nn.Module") -> Any:
     """Returns a module's weights by name."""
-    from ...models.layouts.lazy import Stored
+    from ...models.layouts.lazy import LazyTensor
     from ...models.layouts.weights import Weights
 
-    def stored(tensor: "torch.Tensor") -> Stored:
-        return Stored(lambda box: tensor.detach()[box].cpu(), tensor.shape, tensor.dtype, fresh=False)
+    def stored(tensor: "torch.Tensor") -> LazyTensor:
+        return LazyTensor(lambda box: tensor.detach()[box].cpu(), tensor.shape, tensor.dtype)
 
     return Weights({name: stored(tensor) for name, tensor in module.state_dict().items()})
 

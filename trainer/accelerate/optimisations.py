@@ -4,10 +4,8 @@ An entry is a name, `(name, configuration)` or `(name, configuration, tunable)`,
 and saves them. The search chooses the values of tunable knobs. Optimisations that are not in the list are off.
 """
 
-import io
 import json
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,16 +59,18 @@ def follow(strategy: Sequence[Any], devices: int) -> Followed:
 
 
 def read_list(path: Path) -> Any:
-    """Reads a list of optimisations, or a configuration, from a JSON file or a pickle of ATorch.
+    """Reads a list of optimisations, or a configuration, from a JSON file.
 
     Raises:
-        UsageError: the file contains neither, or is a pickle that names anything but number formats.
+        UsageError: the file contains neither.
     """
-    raw = path.read_bytes()
     try:
-        content = json.loads(raw)
-    except ValueError:
-        content = _unpickled(raw, path)
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(
+            f"'{path}' is not JSON ({error}); write a list of names or [name, configuration], which a pickle of ATorch is "
+            "not: it would run code as it is read"
+        ) from error
     if isinstance(content, Mapping) or (isinstance(content, (list, tuple)) and content):
         return content
     raise UsageError(
@@ -234,28 +234,3 @@ OPTIMISATIONS: Mapping[str, Callable[[Followed, Any], None]] = {
     "compile": _setting_knob("compile", "fusion", True),
 }
 """Converters by ATorch's names."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads saved strategies without running any code that they name."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        import torch
-
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("torch.distributed.fsdp.api", "ShardingStrategy"):
-            from torch.distributed.fsdp import ShardingStrategy
-
-            return ShardingStrategy
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _unpickled(raw: bytes, path: Path) -> Any:
-    try:
-        return _Unpickler(io.BytesIO(raw)).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
-        raise UsageError(
-            f"'{path}' is not a strategy: it is not JSON, and as a pickle it cannot be read safely ({error}); write it as a JSON "
-            "list of names or [name, configuration]"
-        ) from error

@@ -382,19 +382,9 @@ class Info:
         return self.training.device
 
     @property
-    def precision(self) -> str:
-        """The number formats, by the knob's name."""
-        return str(self.training.config.get("precision", "fp32"))
-
-    @property
     def samples_per_step(self) -> int:
         """Samples of an optimizer step over all ranks."""
         return self.training.samples_per_step
-
-    @property
-    def unit(self) -> str:
-        """Unit that throughput counts."""
-        return self.training.workload.unit
 
     @property
     def step(self) -> int:
@@ -405,10 +395,6 @@ class Info:
     def grad_norm(self) -> float | None:
         """Norm of all gradients before the last clipping. Reading it waits for the device."""
         return None if self._steps.norm is None else float(self._steps.norm)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Calls `loss.backward()`."""
-        loss.backward()
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clips the norm of all gradients together, including those that are sharded over ranks. All ranks call it, between

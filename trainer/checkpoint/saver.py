@@ -34,8 +34,6 @@ class Saved:
     """Time for which the training was blocked, s."""
     failure: str = ""
     """Reason of the failure; empty if it succeeded."""
-    bytes: int = 0
-    """Size of the tensors' files, on rank 0; 0 if it failed."""
 
 
 class Saver:
@@ -67,21 +65,7 @@ class Saver:
         Args:
             facts: description for the manifest.
         """
-        previous = self.wait()
-        self._start(state, step, dict(facts))
-        return previous
-
-    def rehearse(self, state: State, step: int) -> Saved:
-        """Saves a checkpoint like `save`, removes it, and returns the result. No save may be running."""
-        assert self._running is None, "a running save is waited for first"
-        self._start(state, step, None)
-        saved = self.wait()
-        assert saved is not None, "the save was just started"
-        return saved
-
-    def _start(self, state: State, step: int, facts: dict[str, Any] | None) -> None:
-        """Copies the state and starts saving it. Without facts the checkpoint is removed again."""
-        begin = time.perf_counter()
+        previous, begin = self.wait(), time.perf_counter()
         tensors = state.tensors()
         pieces = self._own(parts_of(tensors))
         if self._stager is None:
@@ -89,22 +73,22 @@ class Saver:
         copies = self._stager.stage(pieces)
         planner = save_planner({name: tuple(region.shape) for name, (_, region) in tensors.items()})
         stalled = time.perf_counter() - begin
-        self._running = self._thread.submit(self._save, copies, planner, step, facts, begin, stalled)
+        self._running = self._thread.submit(self._save, copies, planner, step, dict(facts), begin, stalled)
+        return previous
 
-    def _save(
-        self, copies: Any, planner: Any, step: int, facts: dict[str, Any] | None, begin: float, stalled: float
-    ) -> Saved:
+    def _save(self, copies: Any, planner: Any, step: int, facts: dict[str, Any], begin: float, stalled: float) -> Saved:
         from torch.distributed.checkpoint import CheckpointException, save
 
-        writer, failure = _writer(self.folder, step, facts), ""
+        failure = ""
         try:
+            writer = _writer(self.folder, step, facts)
             save(copies, storage_writer=writer, planner=planner, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, OSError) as error:
             failure = _reason(error, self._group is not None)
-        if (failure or facts is None) and self._rank == 0:
+        if failure and self._rank == 0:
             self.folder.discard(step)
         seconds = time.perf_counter() - begin
-        return Saved(step=step, seconds=seconds, stalled=stalled, failure=failure, bytes=0 if failure else writer.bytes)
+        return Saved(step=step, seconds=seconds, stalled=stalled, failure=failure)
 
     def wait(self) -> Saved | None:
         """Waits for the running save and returns its result; None if there is none."""
@@ -181,15 +165,11 @@ def _stager(on_cuda: bool) -> "DefaultStager":
     )
 
 
-def _writer(folder: CheckpointFolder, step: int, facts: Mapping[str, Any] | None) -> Any:
-    """Returns a writer that turns its folder into the checkpoint of a step when all ranks have written; not without
-    facts.
-    """
+def _writer(folder: CheckpointFolder, step: int, facts: Mapping[str, Any]) -> Any:
+    """Returns a writer that turns its folder into the checkpoint of a step when all ranks have written."""
     from torch.distributed.checkpoint import FileSystemWriter
 
     class Writer(FileSystemWriter):
-        bytes = 0
-
         def write_data(self, *args: Any) -> Any:
             try:
                 return super().write_data(*args)
@@ -209,9 +189,7 @@ def _writer(folder: CheckpointFolder, step: int, facts: Mapping[str, Any] | None
             for name in sorted(names):
                 if not (folder.temporary(step) / name).exists():
                     raise OSError(f"rank 0 does not see {name}: all ranks must share the folder {folder.path}")
-            self.bytes = sum(result.size_in_bytes for from_rank in results for result in from_rank)
-            if facts is not None:
-                folder.finish(step, facts)
+            folder.finish(step, facts)
 
     # Parts are on the CPU. To copy ahead, torch would open a context on GPU 0 from every rank.
     return Writer(folder.temporary(step), per_thread_copy_ahead=0)

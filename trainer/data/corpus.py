@@ -1,10 +1,9 @@
 """Rows of a corpus: text files, and tables that `datasets` reads."""
 
-import codecs
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +23,6 @@ ENDINGS = {
 """Reader by file ending."""
 TOKENS, LABELS = "input_ids", "labels"
 """Columns of a tokenised data set, as transformers names them."""
-PIECE = 1 << 20
-"""Number of characters after which a text is cut at the next start of a line."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OTHER_SPLITS = {"valid", "validation", "val", "test", "eval", "dev"}
 """First words of the names of files that are not for training."""
@@ -115,8 +112,8 @@ def _ending(path: Path) -> str:
 def read_rows(source: Source, field: str, cache: Path) -> "tuple[datasets.Dataset, RowKind]":
     """Returns the rows of a source, and their kind.
 
-    A row of texts has `text`, and `first` and `last` if it is a piece of a document: True for the piece that begins or
-    ends it. A row of conversations has `messages`. A row of tokens has `input_ids`, and `labels` if the source has them.
+    A row of texts has `text`: a document, or a line of a text file. A row of conversations has `messages`. A row of tokens
+    has `input_ids`, and `labels` if the source has them.
 
     Args:
         field: column with the text or the messages.
@@ -128,20 +125,19 @@ def read_rows(source: Source, field: str, cache: Path) -> "tuple[datasets.Datase
     """
     library = _library()
     try:
-        if source.reader == "text":
-            read: datasets.Dataset = library.Dataset.from_generator(
-                text_pieces, gen_kwargs={"path": str(source.path)}, cache_dir=str(cache)
-            )
-            return read, "text"
         if source.reader == "folder":
-            read = library.load_from_disk(str(source.path))
+            read: datasets.Dataset = library.load_from_disk(str(source.path))
         else:
+            # Empty files have no row to tell their columns by; text files may begin with a mark of their encoding.
+            features = library.Features({"text": library.Value("string")})
+            lines = {"features": features, "keep_linebreaks": True, "encoding": "utf-8-sig"}
+            options = lines if source.reader == "text" else {}
             read = library.load_dataset(
-                source.reader, data_files=[str(source.path)], split="train", cache_dir=str(cache)
+                source.reader, data_files=[str(source.path)], split="train", cache_dir=str(cache), **options
             )
     except Exception as error:  # datasets raises what its readers raise, in classes of many packages
         raise _first_cause(error, source) from error
-    return _selected(read, source, field)
+    return (read, "text") if source.reader == "text" else _selected(read, source, field)
 
 
 def _first_cause(error: BaseException, source: Source) -> Exception:
@@ -184,53 +180,3 @@ def _selected(read: "datasets.Dataset", source: Source, field: str) -> "tuple[da
 def _named(read: "datasets.Dataset", field: str, name: str) -> "datasets.Dataset":
     rows = read.select_columns([field])
     return rows if field == name else rows.rename_column(field, name)
-
-
-def text_pieces(path: str) -> Iterator[dict[str, Any]]:
-    """Yields a text file as pieces of one document, cut at starts of lines without leading space, where tokenizers cut
-    too. None if it is empty.
-
-    Raises:
-        WorkloadError: it is not UTF-8.
-    """
-    pending, is_first = "", True
-    for decoded in _decoded(Path(path)):
-        pending += decoded
-        while len(pending) > 2 * PIECE:
-            cut = _cut(pending)
-            yield {"text": pending[:cut], "first": is_first, "last": False}
-            pending, is_first = pending[cut:], False
-    # An empty row gives an empty file its columns.
-    yield {"text": pending, "first": is_first, "last": True}
-
-
-def _cut(text: str) -> int:
-    """Position at which to cut a text of more than twice `PIECE`: close to that, and never at its end."""
-    for sign, offset in (("\n", 1), (" ", 0)):  # a word keeps its leading space
-        position = text.find(sign, PIECE, 2 * PIECE)
-        while position >= 0:
-            if not text[position + 1].isspace():
-                return position + offset
-            position = text.find(sign, position + 1, 2 * PIECE)
-    return PIECE
-
-
-def _decoded(path: Path) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    read = 0
-    with path.open("rb") as file:
-        while True:
-            data = file.read(PIECE)
-            begin = read - len(decoder.getstate()[0])
-            read += len(data)
-            try:
-                decoded = decoder.decode(data, final=not data)
-            except UnicodeDecodeError as error:
-                raise WorkloadError(
-                    f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at position "
-                    f"{begin + error.start}; convert it"
-                ) from None
-            if decoded:
-                yield decoded.removeprefix("\ufeff") if not begin else decoded
-            if not data:
-                return

@@ -50,7 +50,7 @@ class Encoder:
     mask_id: int | None
 
     def texts(self, rows: Rows) -> dict[str, list[Any]]:
-        """Encodes rows of `text`, with `first` and `last` for pieces of documents."""
+        """Encodes rows of `text`, with `first` and `last` for a piece of a document: True if it begins or ends it."""
         texts = rows["text"]
         if None in texts:
             raise WorkloadError("a row has no text: its value is null; leave such rows out")

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ...base.errors import WorkloadError
+from ...models.architecture import one_line
 from ...models.batches import batch_slice, each_tensor, entries, make_batch, step_seed
 from ...models.data import ImageBatches, Task, TokenBatches
 from ...models.tasks import TaskBatches
@@ -14,9 +15,6 @@ from ...models.workload import Batch, Workload
 from ...training.training_data import TrainingData
 from .order import DataPlan, shuffled
 from .preparing import OnRead, prepare
-
-if TYPE_CHECKING:
-    import torch
 
 
 class FromWorkload:
@@ -236,49 +234,24 @@ def stacked(samples: Sequence[Any]) -> Batch:
     """Stacks samples to a batch: a dict of dicts, otherwise a tuple.
 
     Raises:
-        WorkloadError: a part is not a number or tensor, or has several shapes.
+        WorkloadError: they have other parts, a part is not a number or tensor, or has several shapes.
     """
     import torch
 
-    samples_parts = [_parts(sample) for sample in samples]
-    for sample_parts in samples_parts:
-        if sample_parts.keys() != samples_parts[0].keys():
-            raise WorkloadError(f"samples have other parts: {_names(samples_parts[0])}, and {_names(sample_parts)}")
-    batch = {
-        name: torch.stack(_tensors(name, [sample_parts[name] for sample_parts in samples_parts]))
-        for name in samples_parts[0]
-    }
-    return (
-        {str(name): tensor for name, tensor in batch.items()}
-        if isinstance(samples[0], Mapping)
-        else tuple(batch.values())
-    )
-
-
-def _parts(sample: Any) -> dict[str | int, Any]:
-    if isinstance(sample, Mapping):
-        return entries(dict(sample))
-    return entries(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,))
-
-
-def _names(parts: Mapping[str | int, Any]) -> str:
-    return ", ".join(map(str, parts))
-
-
-def _tensors(name: str | int, values: list[Any]) -> "list[torch.Tensor]":
-    import torch
-
-    try:
-        tensors = [torch.as_tensor(value) for value in values]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise WorkloadError(
-            f"part {name!r} of a sample is a {type(values[0]).__name__}, which cannot be converted to a tensor ({error}); "
-            "leave it out of the data set, or give collate="
-        ) from error
-    other_shape = next((tensor.shape for tensor in tensors if tensor.shape != tensors[0].shape), None)
-    if other_shape is not None:
-        raise WorkloadError(
-            f"part {name!r} of the samples has the shapes {tuple(tensors[0].shape)} and {tuple(other_shape)}, which make no "
-            "batch: pad the samples to one length, or give collate=, such as a transformers data collator"
-        )
-    return tensors
+    named = isinstance(samples[0], Mapping)
+    parts = [
+        entries(dict(sample) if named else tuple(sample) if isinstance(sample, (tuple, list)) else (sample,))
+        for sample in samples
+    ]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise WorkloadError(f"samples have other parts than the first, which has {', '.join(map(str, parts[0]))}")
+    batch = {}
+    for name in parts[0]:
+        try:
+            batch[name] = torch.stack([torch.as_tensor(part[name]) for part in parts])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WorkloadError(
+                f"part {name!r} of the samples cannot be stacked to a batch: {one_line(error)}; leave it out of the data set, "
+                "pad the samples to one length, or give collate=, such as a transformers data collator"
+            ) from error
+    return {str(name): tensor for name, tensor in batch.items()} if named else tuple(batch.values())

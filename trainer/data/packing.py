@@ -63,10 +63,6 @@ class SampleLayout:
     def cut(self, rows: np.ndarray) -> Cut:
         return self._padded(rows) if self.packing == "padded" else self._windows(rows)
 
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens of padded samples of these rows without padding, int64, shape [n]."""
-        return np.minimum(self.store.boundaries[rows + 1] - self.store.boundaries[rows], self.length)
-
     def _windows(self, rows: np.ndarray) -> Cut:
         tokens = np.empty((len(rows), self.length), dtype=np.int64)
         starts = rows * self.length
@@ -97,7 +93,7 @@ class SampleLayout:
 
     def _padded(self, rows: np.ndarray) -> Cut:
         starts = self.store.boundaries[rows]
-        lengths = self.lengths(rows)
+        lengths = np.minimum(self.store.boundaries[rows + 1] - starts, self.length)
         tokens = np.full((len(rows), self.length), self.pad_id, dtype=np.int64)
         real = np.arange(self.length) < lengths[:, None]
         trained = real.copy()

@@ -20,10 +20,12 @@ from .store import ROWS, StoreInfo, TokenStore, made_once, write_tokens
 if TYPE_CHECKING:
     import datasets
 
-FORMAT = 2
+FORMAT = 3
 """Version of the cache, which changes if the same files give other tokens."""
 BATCH = 64
 """Rows that are tokenised at once: enough for all threads of a fast tokenizer."""
+LINES = 4096
+"""Lines of a text file that are tokenised at once, as one text."""
 OnRead = Callable[[float], None]
 """Receives the share of the data that is read, from 0 to 1."""
 
@@ -148,8 +150,14 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
             done = 0
             encoded_rows = []
             for number, (source, rows, kind) in enumerate(read):
-                encode = partial(_encoded, encoder, kind, plan.train_on or "assistant", source, done, total, on_read)
-                encoded_rows.append(_mapped(rows, encode, folder / ROWS / f"{number:05}.arrow"))
+                encode = partial(
+                    _encoded, encoder, kind, plan.train_on or "assistant", source, len(rows), done, total, on_read
+                )
+                encoded_rows.append(
+                    _mapped(
+                        rows, encode, folder / ROWS / f"{number:05}.arrow", LINES if source.reader == "text" else BATCH
+                    )
+                )
                 done += len(rows)
             about = write_tokens(
                 folder, encoded_rows, conversations=kinds == {"conversation"}, end_id=encoder.end_id, pad_id=encoder.pad_id,
@@ -190,10 +198,13 @@ def _check_kinds(plan: DataPlan, kinds: set[RowKind], vocab_size: int) -> None:
 
 
 def _encoded(
-    encoder: Encoder, kind: RowKind, train_on: Any, source: Source, done: int, total: int, on_read: OnRead, rows: Any,
-    numbers: list[int],
+    encoder: Encoder, kind: RowKind, train_on: Any, source: Source, count: int, done: int, total: int, on_read: OnRead,
+    rows: Any, numbers: list[int],
 ) -> dict[str, list[Any]]:  # fmt: skip
     """Encodes a batch of rows with these numbers, and reports the progress."""
+    if source.reader == "text":
+        lines = "".join(rows["text"])
+        rows = {"text": [lines], "first": [numbers[0] == 0], "last": [numbers[-1] == count - 1]}
     try:
         if kind == "conversation":
             encoded = encoder.conversations(rows, train_on)
@@ -205,12 +216,12 @@ def _encoded(
     return encoded
 
 
-def _mapped(rows: "datasets.Dataset", encode: Callable[..., Any], path: Path) -> "datasets.Dataset":
+def _mapped(rows: "datasets.Dataset", encode: Callable[..., Any], path: Path, batch_size: int) -> "datasets.Dataset":
     from datasets import Features, List, Value
 
     features = Features({"tokens": List(Value("uint32")), "trained": List(Value("uint8")), "last": Value("bool")})
     return rows.map(
-        encode, batched=True, with_indices=True, batch_size=BATCH, remove_columns=rows.column_names, features=features,
+        encode, batched=True, with_indices=True, batch_size=batch_size, remove_columns=rows.column_names, features=features,
         cache_file_name=str(path),
         # Otherwise the function is pickled for its hash, with the listener that it reports to.
         new_fingerprint=path.stem,

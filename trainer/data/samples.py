@@ -70,10 +70,6 @@ class Samples:
             return self.split.training_ids(shuffled(positions, len(self), self.plan.seed))
         return self.split.training_ids(positions % len(self))
 
-    def lengths(self, start: int, count: int) -> np.ndarray | None:
-        """Tokens of the samples at these positions without padding, int64, shape [count]; None if none is padded."""
-        return self.layout.lengths(self._rows(self.ids(start, count))) if self.layout.packing == "padded" else None
-
     def __call__(self, start: int, count: int) -> "dict[str, torch.Tensor]":
         draw = HashedDraw(self.plan.seed, _TRAINING, _range(start, count))
         return self._batch(self.ids(start, count), draw)

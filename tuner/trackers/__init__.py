@@ -1,14 +1,13 @@
-"""Experiment trackers that searches and trainings are logged to: one file each, and the listener of a search that feeds them."""
+"""Experiment trackers that searches and trainings are logged to: one file each, and the listeners that feed them."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ...base.errors import UsageError, unknown
-from ..listener import SearchListener
-from .listeners import SearchTracking
-from .tracker import Tracker
+from .listeners import SearchTracking, Tracking
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
 """Names that `--log-to` accepts, each that of a module here with a class `TRACKER`."""
@@ -29,30 +28,26 @@ def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None)
     return chosen
 
 
-def open_trackers(names: str | Sequence[str] | None, folder: str | Path | None) -> list[Tracker]:
-    """Creates the named trackers.
+@contextlib.contextmanager
+def logging_to(
+    names: str | Sequence[str] | None,
+    folder: str | Path | None,
+    listener: Any,
+    tracking: Callable[..., Tracking] = SearchTracking,
+) -> Iterator[Any]:
+    """Yields a listener that forwards to `listener` and to the named trackers, which are closed at the end.
+
+    Args:
+        tracking: makes the listener, of a search or a training, from the trackers and `listener`.
 
     Raises:
         UsageError: a tracker is unknown, or the folder is missing.
         MissingDependency: a tracker's package is not installed.
     """
     chosen = check_trackers(names, folder)
-    return [import_module(f".{name}", __package__).TRACKER(Path(folder)) for name in chosen if folder is not None]
-
-
-@contextlib.contextmanager
-def logging_to(
-    names: str | Sequence[str] | None, folder: str | Path | None, listener: SearchListener
-) -> Iterator[SearchListener]:
-    """Yields a listener of a search that forwards to `listener` and to the named trackers, which are closed at the end.
-
-    Raises:
-        UsageError: a tracker is unknown, or the folder is missing.
-        MissingDependency: a tracker's package is not installed.
-    """
-    trackers = open_trackers(names, folder)
-    if not trackers:
+    if not chosen:
         yield listener
         return
-    with contextlib.closing(SearchTracking(trackers, listener)) as tracking:
-        yield tracking
+    trackers = [import_module(f".{name}", __package__).TRACKER(Path(str(folder))) for name in chosen]
+    with contextlib.closing(tracking(trackers, listener)) as forwarding:
+        yield forwarding

@@ -25,25 +25,23 @@ class Tracking:
         """Trackers that have not failed."""
         self._started = False
 
-    def _all(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every tracker."""
+    def _all(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Calls a method of every tracker, and returns the results of those that succeed."""
+        results = {}
         for tracker in list(self._trackers):
-            self._one(tracker, method, *arguments)
+            try:
+                results[tracker.name] = getattr(tracker, method)(*arguments)
+            except tracker.failures as error:
+                self._trackers.remove(tracker)
+                self._listener.on_message(
+                    f"logging to {tracker.name} has stopped, because it failed: {fold(str(error))[:300]}"
+                )
+        return results
 
-    def _one(self, tracker: Tracker, method: str, *arguments: Any) -> Any:
-        try:
-            return getattr(tracker, method)(*arguments)
-        except tracker.failures as error:
-            self._trackers.remove(tracker)
-            self._listener.on_message(
-                f"logging to {tracker.name} has stopped, because it failed: {fold(str(error))[:300]}"
-            )
-
-    def _start(self, title: str, settings: Mapping[str, Plain], runs: Mapping[str, str]) -> dict[str, str]:
+    def _start(self, title: str, settings: Mapping[str, Any], runs: Mapping[str, str]) -> dict[str, str]:
         """Starts a run of each tracker, or continues that of `runs`. Returns their ids."""
         self._started = True
-        ids = {t.name: self._one(t, "start", title, settings, runs.get(t.name)) for t in list(self._trackers)}
-        return {name: run for name, run in ids.items() if run is not None}
+        return self._all("start", title, without_missing(settings), runs)
 
     def _end(self, ended: Ended, results: Mapping[str, Plain]) -> None:
         if self._started:
@@ -64,7 +62,7 @@ class SearchTracking(Tracking, SearchListener):
         measured = trial.measured
         metrics = numbers_of_trial(trial)
         outcome = ": ".join(filter(None, [str(measured.status), fold(measured.reason)]))
-        self._all("trial", trial.number, plain(trial.config), metrics, outcome)
+        self._all("trial", trial.number, without_missing(trial.config), metrics, outcome)
         if trial.ok:
             self._best = max(self._best, trial.throughput)
         best = {"best_so_far": self._best} if self._best else {}
@@ -102,26 +100,23 @@ class SearchTracking(Tracking, SearchListener):
         self._end("failed", {})
 
 
-def plain(values: Mapping[str, Any]) -> dict[str, Plain]:
-    """Returns the values as types that every tracker supports."""
-    return {name: value if isinstance(value, Plain) else str(value) for name, value in values.items()}
-
-
 def without_missing(values: Mapping[str, Any]) -> dict[str, Plain]:
-    return plain({name: value for name, value in values.items() if value is not None})
+    """Returns the values that are there, as types that every tracker supports."""
+    return {
+        name: value if isinstance(value, Plain) else str(value) for name, value in values.items() if value is not None
+    }
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {name: float(value) for name, value in values.items() if value is not None}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    """Returns the finite numbers among the values."""
+    return {
+        name: float(value) for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 def numbers_of_trial(trial: Trial) -> dict[str, float]:
     """Returns the finite numbers of a finished trial, by name."""
     predicted = ("predicted_throughput", "predicted_memory_mib")
     return finite(
-        {
-            **{name: getattr(trial.measured, name) for name in OF_TRIALS},
-            **{name: getattr(trial, name) for name in predicted},
-        }
+        {name: getattr(trial if name in predicted else trial.measured, name) for name in (*OF_TRIALS, *predicted)}
     )

@@ -28,20 +28,19 @@ class MLflow(Tracker):
 
         self.failures = (OSError, MlflowException)
 
-    def start(self, title: str, settings: Mapping[str, Plain], run: str | None) -> str:
+    def start(self, title: str, settings: Mapping[str, Plain], runs: Mapping[str, str]) -> str:
         from mlflow import MlflowClient
 
         local = f"sqlite:///{(self.folder / DATABASE).absolute()}"
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or local)
-        experiment = self._client.get_experiment_by_name(f"redline {title}")
-        self._experiment = (
-            experiment.experiment_id if experiment else self._client.create_experiment(f"redline {title}")
-        )
-        if run is not None:
-            self._run = run
-            self._client.update_run(run, status="RUNNING")
-            return run
-        self._run = self._created(self.folder.name, {}, settings)
+        self._client, self._events = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or local), 0
+        name = f"redline {title}"
+        experiment = self._client.get_experiment_by_name(name)
+        self._experiment = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        if self.name in runs:
+            self._run = runs[self.name]
+            self._client.update_run(self._run, status="RUNNING")
+        else:
+            self._run = self._created(self.folder.name, {}, settings)
         return self._run
 
     def _created(self, name: str, tags: Mapping[str, str], parameters: Mapping[str, Plain]) -> str:
@@ -50,27 +49,23 @@ class MLflow(Tracker):
             self._client.log_param(run, parameter, value)
         return run
 
-    def configure(self, step: int, config: Mapping[str, Plain], reason: str) -> None:
-        # A parameter cannot change, and a configuration may.
-        for knob, value in config.items():
-            self._client.set_tag(self._run, f"redline.knob.{knob}", value)
-        knobs = ", ".join(f"{knob}={value}" for knob, value in config.items())
-        self._client.set_tag(self._run, f"redline.configuration.{step}", f"{knobs} ({reason})"[:LONGEST])
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._log(self._run, step, metrics)
+
+    def _log(self, run: str, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1e3)
-        self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in metrics.items()])
+        self._client.log_batch(run, [Metric(name, value, now, step) for name, value in metrics.items()])
 
     def event(self, step: int, description: str) -> None:
-        self._client.set_tag(self._run, f"redline.event.{step}", fold(description)[:LONGEST])
+        self._events += 1  # several events of a step are tags of their own
+        self._client.set_tag(self._run, f"redline.event.{step}.{self._events}", fold(description)[:LONGEST])
 
     def trial(self, number: int, config: Mapping[str, Plain], metrics: Mapping[str, float], outcome: str) -> None:
         tags = {"mlflow.parentRunId": self._run, "redline.outcome": outcome[:LONGEST]}
         run = self._created(f"trial {number}", tags, config)
-        for name, value in metrics.items():
-            self._client.log_metric(run, name, value)
+        self._log(run, 0, metrics)
         self._client.set_terminated(run, "FINISHED" if outcome == "ok" else "FAILED")
 
     def end(self, ended: Ended, results: Mapping[str, Plain]) -> None:

@@ -14,18 +14,14 @@ class TensorBoard(Tracker):
 
     name = package = "tensorboard"
 
-    def start(self, title: str, settings: Mapping[str, Plain], run: str | None) -> str:
+    def start(self, title: str, settings: Mapping[str, Plain], runs: Mapping[str, str]) -> str:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self.folder / FOLDER), flush_secs=FLUSH_S)
-        if run is None:
+        if self.name not in runs:
             rows = [f"| {name} | {value} |" for name, value in settings.items()]
             self._writer.add_text(title, "\n".join(["| name | value |", "|---|---|", *rows]))
         return FOLDER
-
-    def configure(self, step: int, config: Mapping[str, Plain], reason: str) -> None:
-        knobs = ", ".join(f"{knob}={value}" for knob, value in config.items())
-        self._writer.add_text("configuration", f"{knobs} ({reason})", step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

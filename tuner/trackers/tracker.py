@@ -36,12 +36,8 @@ class Tracker:
         except ImportError as error:
             raise MissingDependency(f"--log-to {self.name} needs it: pip install {self.package}") from error
 
-    def start(self, title: str, settings: Mapping[str, Plain], run: str | None) -> str:
-        """Starts a run and returns its id. With `run`, the id of an earlier run, continues that run."""
-        raise NotImplementedError
-
-    def configure(self, step: int, config: Mapping[str, Plain], reason: str) -> None:
-        """Logs the configuration that a training continues in, from this step."""
+    def start(self, title: str, settings: Mapping[str, Plain], runs: Mapping[str, str]) -> str:
+        """Starts a run and returns its id; continues the run of this tracker in `runs`, ids by tracker, if there is one."""
         raise NotImplementedError
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -49,7 +45,7 @@ class Tracker:
         raise NotImplementedError
 
     def event(self, step: int, description: str) -> None:
-        """Logs the description of an event."""
+        """Logs the description of an event, such as another configuration."""
         raise NotImplementedError
 
     def trial(self, number: int, config: Mapping[str, Plain], metrics: Mapping[str, float], outcome: str) -> None:

@@ -23,10 +23,10 @@ class Wandb(Tracker):
 
         self.failures = (OSError, wandb.Error)
 
-    def start(self, title: str, settings: Mapping[str, Plain], run: str | None) -> str:
+    def start(self, title: str, settings: Mapping[str, Plain], runs: Mapping[str, str]) -> str:
         import wandb
 
-        run = run or uuid.uuid4().hex[:12]
+        run = runs.get(self.name) or uuid.uuid4().hex[:12]
         self._run = wandb.init(
             # The user's environment variable has precedence.
             project=None if wandb.Settings().project not in (None, "", "uncategorized") else PROJECT,
@@ -40,11 +40,6 @@ class Wandb(Tracker):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return run
-
-    def configure(self, step: int, config: Mapping[str, Plain], reason: str) -> None:
-        knobs = {f"knob.{knob}": value for knob, value in config.items()}
-        self._run.config.update(knobs, allow_val_change=True)
-        self._run.log({"step": step, **knobs, "event": fold(reason)})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})

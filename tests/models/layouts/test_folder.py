@@ -22,29 +22,23 @@ def written(folder):
 
 def test_a_full_disk_is_told_in_words_and_leaves_nothing():
     error, left = on_small_disk(48 << 10, written)
-    assert error.startswith("cannot write '/") and error.endswith(
-        "/out': No space left on device; nothing was left there"
-    )
+    assert error.startswith("cannot write '/") and error.endswith("; nothing was left there")
+    assert "No space left on device" in error
     assert left == []
 
 
-def test_the_next_write_removes_only_leftovers_of_killed_ones(tmp_path):
-    (tmp_path / ".out.mine.writing").mkdir()
+def test_a_killed_write_leaves_no_folder_of_that_name(tmp_path):
     if (child := os.fork()) == 0:
-        with whole_folder(tmp_path / "out") as made:
-            (made / "model.safetensors").write_text("half")
+        with whole_folder(tmp_path / "out") as folder:
+            (folder / "model.safetensors").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert len(list(tmp_path.iterdir())) == 2
-    with whole_folder(tmp_path / "out") as made:
-        assert sorted(each.name for each in tmp_path.iterdir()) == sorted([".out.mine.writing", made.name])
-        with whole_folder(tmp_path / "out") as beside:  # a folder that is being written is left alone
-            assert made.is_dir()
-        assert not beside.exists()
-        (tmp_path / "out").rmdir()
-        (made / "x").write_text("whole")
-    assert sorted(each.name for each in tmp_path.iterdir()) == [".out.mine.writing", "out"]
-    assert [each.name for each in (tmp_path / "out").iterdir()] == ["x"]
+    (leftover,) = tmp_path.iterdir()
+    assert leftover.name.startswith(".out.") and leftover.name.endswith(".writing")
+    with whole_folder(tmp_path / "out") as folder:
+        assert not (tmp_path / "out").exists()
+        (folder / "x").write_text("whole")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["x"]
 
 
 def test_only_disk_errors_are_reported_as_such(tmp_path):

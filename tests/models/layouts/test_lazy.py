@@ -5,6 +5,7 @@ import torch
 from checkpoints import lazy
 from hypothesis import given, settings, strategies as st
 from redline.models.layouts import lazy as operations
+from redline.models.layouts.adapters import add_product
 
 
 def numbered(*shape):
@@ -59,6 +60,6 @@ def test_a_merged_matrix_is_the_sum_in_every_box():
     for transposed in (False, True):
         base = torch.randn(8, 6) if transposed else torch.randn(6, 8)
         expected = base + 0.5 * ((up @ down).T if transposed else up @ down)
-        made = operations.Merged(lazy(base), up=lazy(up), down=lazy(down), scale=0.5, transposed=transposed)
+        made = add_product(lazy(base), lazy(up), lazy(down), 0.5, transposed=transposed)
         torch.testing.assert_close(made.read(), expected)
         torch.testing.assert_close(made.read((slice(1, 3), slice(2, 6))), expected[1:3, 2:6])

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 from redline.base.errors import MissingDependency, WorkloadError
 from redline.models.data import BYTE_OFFSET
-from redline.trainer.data import corpus
+from redline.trainer.data import preparing
 from texts import TOPICS
 
 RECORDS = [{"id": number, "text": text[:300]} for number, text in enumerate(TOPICS[:25])]
@@ -83,13 +83,12 @@ def test_the_training_split_of_a_folder_is_read(tokens, write, tmp_path):
     assert tokens(tmp_path / "data") == (by_bytes(each["text"] for each in RECORDS[:3]), 3)
 
 
-def test_a_long_text_is_cut_only_where_a_tokenizer_cuts_too(tokens, write, bpe, monkeypatch):
+def test_a_text_file_is_one_document_although_it_is_tokenised_in_pieces(tokens, write, bpe, monkeypatch):
     text = "\n".join(TOPICS[:20])
     folder, tokenizer = bpe
     wanted = [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id], 1
     path = write("long.txt", text)
-    monkeypatch.setattr(corpus, "PIECE", 1000)
-    assert len(list(corpus.text_pieces(path))) > 20
+    monkeypatch.setattr(preparing, "LINES", 1)
     assert tokens(path, tokenizer=folder) == wanted
 
 
