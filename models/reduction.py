@@ -1,9 +1,6 @@
 """Checks that a loss is the mean over the samples of its batch, without running the model."""
 
-import copy
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import WorkloadError
@@ -42,19 +39,22 @@ def check_mean(workload: Workload, output: Any, batch: Batch) -> None:
     """
     import torch
 
+    from ..base._torch import tree_leaves, tree_map_only
+
     assert workload.loss is not None
     generator = torch.Generator().manual_seed(0)
     try:
-        size = _num_bytes(output)
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        size = sum(tensor.nbytes for tensor in tensors)
         count = next((copies for copies in COPIES if (copies + 1) * size <= AFFORDABLE_BYTES), None)
         if count is None:
             return
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            synthetic = _map_tensors(output, lambda tensor: _synthetic(tensor, generator))
+            synthetic = tree_map_only(torch.Tensor, lambda tensor: _synthetic(tensor, generator), output)
             loss = float(workload.loss(synthetic, batch))
             loss_of_copies = float(
                 workload.loss(
-                    _map_tensors(synthetic, lambda tensor: _copies(tensor, count)),
+                    tree_map_only(torch.Tensor, lambda tensor: _copies(tensor, count), synthetic),
                     each_tensor(batch, lambda tensor: _copies(tensor, count)),
                 )
             )
@@ -85,36 +85,3 @@ def _copies(tensor: "torch.Tensor", count: int) -> "torch.Tensor":
     if not tensor.dim() or tensor.shape[0] != 1:
         return tensor
     return tensor.repeat(count, *[1] * (tensor.dim() - 1))
-
-
-def _num_bytes(output: Any) -> int:
-    size = 0
-
-    def add(tensor: "torch.Tensor") -> "torch.Tensor":
-        nonlocal size
-        size += tensor.numel() * tensor.element_size()
-        return tensor
-
-    _map_tensors(output, add)
-    return size
-
-
-def _map_tensors(value: Any, function: "Callable[[torch.Tensor], Any]") -> Any:
-    """Applies `function` to every tensor in a model's output."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        copied: Any = copy.copy(value)  # transformers' outputs are mutable mappings with attributes
-        for key, item in value.items():
-            copied[key] = _map_tensors(item, function)
-        return copied
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, function) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(item, function) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: _map_tensors(getattr(value, name), function) for name in names})
-    return value

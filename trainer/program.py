@@ -1,6 +1,5 @@
 """The program of a training's ranks: builds the model in its configuration, resumes from the latest checkpoint and trains."""
 
-import inspect
 import json
 import os
 import signal
@@ -227,8 +226,7 @@ class Trainings(Work):
 
 
 def _check_packing(training: Training, samples: TrainingData) -> None:
-    """Refuses several documents per sample if the model attends across them. For stages of a pipeline and pieces of
-    sequences only the forward's arguments are checked.
+    """Refuses several documents per sample if the model attends across them.
 
     Raises:
         WorkloadError: the model attends across documents.
@@ -242,9 +240,8 @@ def _check_packing(training: Training, samples: TrainingData) -> None:
             f"packing=documents needs --fix attention=sdpa: with {attention} transformers keeps documents apart only in "
             "micro-batches of one sample"
         )
-    world, names = training.world, tuple(inspect.signature(type(training.model).forward).parameters)
     with training.precision.autocast():
-        check_packing(training.model if world.pp * world.sp * world.cp == 1 else names, samples.plan, samples.task)
+        check_packing(training.model, whole=training.world.pp * training.world.sp * training.world.cp == 1)
     for module in training.model.modules():
         if isinstance(module, FSDPModule):  # a forward without gradients leaves some parts gathered
             module.reshard()

@@ -110,10 +110,10 @@ REFUSED = {
     "an iterable": ({"dataset": Stream()}, "Stream cannot be indexed.*__len__ and __getitem__"),
     "a loader": ({"dataset": torch.utils.data.DataLoader(make_data())}, "a DataLoader decides on batches.*collate_fn"),
     "an empty one": ({"dataset": [{}][:0]}, "list to train on is empty"),
-    "text": ({"dataset": [{"input_ids": "abc"}] * 8}, "part 'input_ids' of a sample is a str.*collate="),
+    "text": ({"dataset": [{"input_ids": "abc"}] * 8}, "part 'input_ids' of the samples cannot be stacked.*'str'.*collate="),
     "lengths": (
         {"dataset": [{"input_ids": [1] * (2 + n), "labels": [1] * (2 + n)} for n in range(9)]},
-        r"part 'input_ids' of the samples has the shapes \(2,\) and \(3,\).*pad",
+        r"part 'input_ids' of the samples cannot be stacked.*\[2\] at entry 0 and \[3\] at entry 1.*pad",
     ),
     "devices": ({"devices": 8}, "devices=8, but this is the only process.*torchrun --nproc-per-node 8"),
     "optimizer": (

@@ -125,13 +125,13 @@ def read_rows(source: Source, field: str, cache: Path) -> "tuple[datasets.Datase
     """
     library = _library()
     try:
+        if source.reader == "text" and not source.path.stat().st_size:  # `datasets` refuses an empty file
+            return library.Dataset.from_dict({"text": [""]}), "text"
         if source.reader == "folder":
             read: datasets.Dataset = library.load_from_disk(str(source.path))
         else:
-            # Empty files have no row to tell their columns by; text files may begin with a mark of their encoding.
-            features = library.Features({"text": library.Value("string")})
-            lines = {"features": features, "keep_linebreaks": True, "encoding": "utf-8-sig"}
-            options = lines if source.reader == "text" else {}
+            # A text file may begin with a mark of its encoding.
+            options = {"keep_linebreaks": True, "encoding": "utf-8-sig"} if source.reader == "text" else {}
             read = library.load_dataset(
                 source.reader, data_files=[str(source.path)], split="train", cache_dir=str(cache), **options
             )

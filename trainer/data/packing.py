@@ -6,7 +6,6 @@ row   number of the window of L tokens, or of the document, that a sample is cut
 """
 
 import inspect
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from ...base.errors import WorkloadError
 from ...models.data import Task
-from .order import DataPlan, Packing
+from .order import Packing
 from .store import TokenStore
 
 if TYPE_CHECKING:
@@ -122,37 +121,26 @@ def usable_rows(layout: SampleLayout, task: Task) -> np.ndarray | None:
     return None if good.all() else np.flatnonzero(good)
 
 
-def check_packing(
-    model: "nn.Module | Collection[str]", packing: Packing | DataPlan | None, task: Task = "causal"
-) -> None:
-    """Refuses `documents` for a model that does not separate documents.
+def check_packing(model: "nn.Module", whole: bool = True) -> None:
+    """Refuses a model that does not separate the documents of a sample.
 
     transformers detects documents by restarting positions, if a model passes them on to its attention. Not all models
-    that take `position_ids` do (OPT's do not). A model with weights is therefore tested on two documents of four
-    tokens, in which the first must not affect the second.
+    that take `position_ids` do (OPT's do not). A model is therefore tested on two documents of four tokens, in which the
+    first must not affect the second.
 
     Args:
-        model: the model, on all its ranks at once if there are several, or the names of its forward's arguments. For a
-            model without weights (on the meta device), only the names are checked.
-        packing: packing of the samples, or the plan with it.
+        model: the model, on all its ranks at once if there are several.
+        whole: False for a stage of a pipeline, or one that gets pieces of sequences: only its arguments are checked.
 
     Raises:
         WorkloadError: it does not separate documents.
     """
-    kind = packing.packing if isinstance(packing, DataPlan) else packing
-    if kind != "documents":
-        return
     instead = "give packing=packed, or packing=padded for a document a sample"
-    if task != "causal":
-        raise WorkloadError(
-            f"packing=documents is for causal language models, and this one's task is {task}; {instead}"
-        )
-    names = model if isinstance(model, Collection) else list(inspect.signature(model.forward).parameters)
-    if "position_ids" not in names:
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise WorkloadError(
             f"packing=documents separates documents by position_ids, which the model's forward does not take; {instead}"
         )
-    if not isinstance(model, Collection) and not _independent(model):
+    if whole and not _independent(model):
         raise WorkloadError(
             f"packing=documents needs a model whose tokens see only their own document, but in {type(model).__name__} "
             f"the tokens of one document depend on another; {instead}"
@@ -163,11 +151,9 @@ def _independent(model: "nn.Module") -> bool:
     """True if the second of two documents does not depend on the first."""
     import torch
 
-    weight = next(model.parameters(), None)
-    if weight is None or weight.is_meta:
-        return True
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2, device=weight.device)
-    tokens = torch.tensor([[5, 6, 7, 8, 3, 4, 3, 4], [1, 2, 1, 2, 3, 4, 3, 4]], device=weight.device)
+    device = next(model.parameters()).device
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2, device=device)
+    tokens = torch.tensor([[5, 6, 7, 8, 3, 4, 3, 4], [1, 2, 1, 2, 3, 4, 3, 4]], device=device)
     was_training = model.training
     model.eval()
     try:
