@@ -18,7 +18,7 @@ from ..knobs.strategy import STANDARD, Strategy, checked
 from ..knobs.text import config_text, value_text
 from ..models.presets import preset_of
 from ..models.request import ModelRequest
-from ..models.resolve import stated, workload as resolve_workload
+from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..space import Config
 from .decisive import Fact, deciding_facts, without
@@ -400,12 +400,6 @@ def _model(
         shape_name = "{} of {} x {}".format(target.name, *(size for size in sizes if size is not None))
     elif name is not None and not Path(name).exists():
         target = preset_of(name) or name
-    server_model = None if trainer.lora else stated(target, length)
-    if server_model is not None and (shape_facts := built(server_model.shape, facts)) is not None:
-        shape = {"shape": server_model.shape}
-        return ResolvedModel(
-            name=shape_name or server_model.name, model_id="", seq_len=server_model.seq_len, trains=shape
-        ), shape_facts
 
     def trace() -> TracedFacts:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 from ..base.errors import UsageError, unknown
 from ..frameworks.registry import find_framework
 from ..knobs.strategy import STANDARD
-from ..models.architecture import STATED
+from ..models.architecture import PLAIN_DECODERS
 from .constants import Constants
 from .facts.model_facts import Shape
 from .hardware import Hardware, device_name
@@ -196,7 +196,7 @@ def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
 
 def numbers_of(shape: Mapping[str, Any] | None) -> Shape | None:
     """Shape numbers of a shape in run.yaml's terms; None if its family is neither Llama's nor GPT-2's."""
-    if shape is None or shape.get("family") not in STATED:
+    if shape is None or shape.get("family") not in PLAIN_DECODERS:
         return None
     llama = shape["family"] != "gpt2"
     sizes = {name: shape[name] for name in ("layers", "hidden", "heads", "intermediate", "vocabulary")}

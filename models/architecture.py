@@ -345,37 +345,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "parallel_residual": ("use_parallel_residual",),
 }
 """Sizes by their name in run.yaml, with their names in the families' configurations; the first name present counts."""
-_LLAMA = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocabulary")
-_MIXTURE = (*_LLAMA, "experts", "experts_per_token")
-STATED: Mapping[str, tuple[str, ...]] = {
-    "gpt2": ("layers", "hidden", "heads", "vocabulary", "positions"),
-    **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
-    "qwen3": (*_LLAMA, "head_dim"),
-    "mixtral": _MIXTURE,
-    "qwen3_moe": (*_MIXTURE, "head_dim", "expert_intermediate"),
-    "deepseek_v3": (
-        *(*_MIXTURE, "head_dim", "expert_intermediate", "shared_experts", "dense_layers"),
-        *("q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"),
-    ),
-}
-"""Families of plain decoders, each with the sizes that describe a model of it, beside `_DEFAULTS`."""
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"gpt2": {"positions": 1024, "tied": True, "dropout": 0.1}}
-"""Defaults of transformers' configuration classes. Families that are not listed have an untied head."""
-
-
-def stated_shape(model_type: object, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the shape of a model as `shape_of` does, from the arguments of its configuration, without importing
-    transformers.
-
-    The shape contains the sizes that the estimator's `Shape` requires. None if the family is not in `STATED`, or the arguments
-    lack one of its sizes.
-    """
-    if not isinstance(model_type, str) or (required := STATED.get(model_type)) is None:
-        return None
-    shape = {"family": model_type, **_DEFAULTS.get(model_type, {"tied": False}), **_sizes(arguments.get)}
-    if not all(isinstance(shape.get(name), int) for name in required):
-        return None
-    return shape if isinstance(_with_intermediate(shape)["intermediate"], int) else None
+PLAIN_DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+"""Families of plain decoders that the sizes in `NAMES` describe."""
 
 
 def _sizes(read: Callable[[str], Any]) -> dict[str, Any]:

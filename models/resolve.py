@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 from ..base.errors import WorkloadError, nearest
 from ..base.reading import absolute
-from .architecture import Architecture, one_line, stated_shape
+from .architecture import Architecture, one_line
 from .refusal import refuse_unlisted, unknown_type
 from .server_model import ServerModel
-from .workload import DEFAULT_GLOBAL_BATCH, Workload, default_name
+from .workload import Workload, default_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
@@ -131,57 +131,6 @@ def _file_of(text: str) -> Path | None:
         f"unknown model '{text}'{meant} `redline models` lists the names. A folder or config.json, a hub id (owner/name) or "
         "FILE.py:NAME works too."
     )
-
-
-class StatedShape(NamedTuple):
-    """A decoder whose configuration states all of its sizes."""
-
-    name: str
-    shape: dict[str, Any]
-    """As returned by `redline.models.architecture.stated_shape`."""
-    seq_len: int
-    """Tokens of a sample."""
-    global_batch: int
-    """Usual samples of one optimizer step."""
-
-
-def stated(spec: Any, seq_len: int | None = None) -> StatedShape | None:
-    """Returns the sizes of a preset, a folder, a `config.json` or a configuration's contents, without transformers; None if they
-    are not all there, or transformers has to say whether they are valid."""
-    from .huggingface import MAX_DEFAULT_SEQ_LEN
-    from .presets import PRESETS
-
-    text = str(spec)
-    usual = PRESETS.get(text) if isinstance(spec, (str, Path)) else None
-    if isinstance(spec, ServerModel) and spec.contents is not None:
-        name, contents = spec.name, spec.contents
-    elif usual is not None:
-        name, contents = text, {"model_type": usual.model_type, **usual.arguments}
-    elif isinstance(spec, (str, Path)) and (file := configuration_file(Path(text).expanduser())) is not None:
-        name, contents = _file_name(file), _content(file)
-    else:
-        return None
-    if not isinstance(contents, Mapping) or not _is_decoder(contents.get("architectures")):
-        return None
-    found = stated_shape(contents.get("model_type"), contents)
-    if found is None or min(found[each] for each in ("layers", "hidden", "heads", "vocabulary")) < 1:
-        return None
-    positions = found.get("positions")
-    default = (
-        usual.seq_len if usual is not None and usual.seq_len else positions and min(positions, MAX_DEFAULT_SEQ_LEN)
-    )
-    length = seq_len if seq_len is not None else default
-    if length is None:  # that of transformers' class
-        return None
-    if length < 2 or (found["family"] == "gpt2" and length > found["positions"]):
-        return None
-    return StatedShape(name, found, length, usual.global_batch if usual else DEFAULT_GLOBAL_BATCH)
-
-
-def _is_decoder(architectures: Any) -> bool:
-    """True if a configuration names a language model that predicts the next token, or no model."""
-    named = architectures if isinstance(architectures, list) else []
-    return not named or str(named[0]).endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def configuration_file(path: Path) -> Path | None:
