@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from redline.base.errors import WorkloadError
+from redline.base.errors import StudyError, WorkloadError
 from redline.trainer.data import DataPlan, prepare, preparing, store
+from small_disk import on_small_disk
 from texts import TOPICS
 
 FORK = multiprocessing.get_context("fork")
@@ -124,3 +126,15 @@ def test_data_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeyp
     with pytest.raises(WorkloadError, match=r"the data in .*a\.jsonl changed while it was read; start again"):
         made(corpus, tmp_path / "cache")
     assert seen(tmp_path / "cache") == []
+
+
+def prepared(folder, path):
+    with pytest.raises(StudyError) as refused:
+        prepare(DataPlan(paths=(path,)), seq_len=8, task="causal", vocab_size=300, cache=Path(folder, "cache"))
+    return str(refused.value), [each.name for each in Path(folder, "cache").iterdir() if each.suffix != ".lock"]
+
+
+def test_a_disk_without_room_for_the_tokens_is_reported_and_nothing_is_left(write):
+    text = write("long.txt", "It was a bright cold day in April.\n" * 150_000)
+    message, left = on_small_disk(20 << 20, prepared, str(text))
+    assert "No space left on device" in message and left == []
