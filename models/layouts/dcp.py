@@ -36,6 +36,16 @@ def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = read_metadata(folder)
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for path, end in ((folder / name, end) for name, end in ends.items()):
+        size = path.stat().st_size if path.is_file() else 0
+        if size < end:
+            raise WorkloadError(
+                f"'{path}' is damaged: it has {size} bytes, and had {end} or more when saved; copy the checkpoint again, or "
+                "remove its folder to use an earlier one"
+            )
     return {
         name: LazyTensor(partial(_read, folder, metadata, name), entry.size, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -107,8 +117,7 @@ def _read(folder: Path, metadata: "Metadata", name: str, box: Box) -> "torch.Ten
         reader.read_data(LoadPlan(items), SingleTensorPlanner()).wait()
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError, ValueError) as error:
         raise WorkloadError(
-            f"'{folder}': {name} cannot be read: {one_line(error)}; copy the checkpoint again, or remove its folder to use an "
-            "earlier one"
+            f"'{folder}': {name} cannot be read: {one_line(error)}; copy the checkpoint again"
         ) from error
     return tensor
 

@@ -220,17 +220,12 @@ def _mapped(rows: "datasets.Dataset", encode: Callable[..., Any], path: Path, ba
     from datasets import Features, List, Value
 
     features = Features({"tokens": List(Value("uint32")), "trained": List(Value("uint8")), "last": Value("bool")})
-    try:
-        return rows.map(
-            encode, batched=True, with_indices=True, batch_size=batch_size, remove_columns=rows.column_names,
-            features=features, cache_file_name=str(path),
-            # Otherwise the function is pickled for its hash, with the listener that it reports to.
-            new_fingerprint=path.stem,
-        )  # fmt: skip
-    except ValueError as error:  # a full disk, after which `datasets` writes to a file that is closed
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise
+    return rows.map(
+        encode, batched=True, with_indices=True, batch_size=batch_size, remove_columns=rows.column_names, features=features,
+        cache_file_name=str(path),
+        # Otherwise the function is pickled for its hash, with the listener that it reports to.
+        new_fingerprint=path.stem,
+    )  # fmt: skip
 
 
 @contextmanager
