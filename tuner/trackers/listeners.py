@@ -48,6 +48,10 @@ class Tracking:
             self._all("end", ended, results)
         self._trackers.clear()
 
+    def close(self) -> None:
+        """Ends the trackers without a result."""
+        self._end("failed", {})
+
 
 class SearchTracking(Tracking, SearchListener):
     """Logs each trial of a search, and its result. Forwards all events to `listener`."""
@@ -94,10 +98,6 @@ class SearchTracking(Tracking, SearchListener):
 
     def on_message(self, message: str) -> None:
         self._listener.on_message(message)
-
-    def close(self) -> None:
-        """Ends the trackers of a search without a result."""
-        self._end("failed", {})
 
 
 def without_missing(values: Mapping[str, Any]) -> dict[str, Plain]:
