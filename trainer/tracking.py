@@ -11,7 +11,7 @@ from ..results.trained import highest_step
 from ..tuner.trackers.listeners import Tracking, finite
 from ..tuner.trackers.tracker import Ended
 from .chosen import devices_text
-from .listener import TrainingStart, TrainListener
+from .listener import TrainingStart
 
 SECTIONS = {"step": "train", "evaluation": "held_out", "checkpoint": "checkpoint"}
 """Group of the numbers of each kind of line in all trackers."""
@@ -19,7 +19,7 @@ RUNS = "trackers.json"
 """File in a training's folder with the run id of each tracker."""
 
 
-class TrainTracking(Tracking, TrainListener):
+class TrainTracking(Tracking):
     """Logs the steps and events of a training. Forwards all events to `listener`.
 
     A resumed training continues its run in each tracker. Steps after the checkpoint are trained again, with the same
@@ -65,12 +65,6 @@ class TrainTracking(Tracking, TrainListener):
         self._listener.on_message(message)
         if self._started:
             self._all("event", self._step, message)
-
-    def on_wait(self, stage: str) -> None:
-        self._listener.on_wait(stage)
-
-    def on_read(self, share: float) -> None:
-        self._listener.on_read(share)
 
     def close(self) -> None:
         """Ends the trackers."""

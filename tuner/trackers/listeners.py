@@ -6,7 +6,7 @@ from typing import Any
 
 from ...results import Trial, summary
 from ...results.columns import fold
-from ..listener import SearchListener, SearchPlan
+from ..listener import SearchPlan
 from ..result import Result
 from .tracker import Ended, Plain, Tracker
 
@@ -24,6 +24,10 @@ class Tracking:
         self._trackers = list(trackers)
         """Trackers that have not failed."""
         self._started = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Forwards events that are not logged."""
+        return getattr(self._listener, name)
 
     def _all(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Calls a method of every tracker, and returns the results of those that succeed."""
@@ -53,7 +57,7 @@ class Tracking:
         self._end("failed", {})
 
 
-class SearchTracking(Tracking, SearchListener):
+class SearchTracking(Tracking):
     """Logs each trial of a search, and its result. Forwards all events to `listener`."""
 
     def on_start(self, plan: SearchPlan) -> None:
@@ -83,21 +87,6 @@ class SearchTracking(Tracking, SearchListener):
         if result.best is not None:
             results |= {f"best.{name}": value for name, value in result.best.trial.config.items()}
         self._end("stopped" if result.interrupted else "finished", without_missing(results))
-
-    def on_wait(self, stage: str) -> None:
-        self._listener.on_wait(stage)
-
-    def on_trial_start(self, trial: Trial) -> None:
-        self._listener.on_trial_start(trial)
-
-    def pauses(self) -> bool:
-        return bool(self._listener.pauses())
-
-    def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
-        self._listener.on_remeasure(leaders, done, total, seconds)
-
-    def on_message(self, message: str) -> None:
-        self._listener.on_message(message)
 
 
 def without_missing(values: Mapping[str, Any]) -> dict[str, Plain]:
