@@ -148,9 +148,21 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
 
     @staticmethod
     def again(source: str | Path, request_document: Mapping[str, Any], **starts: Any) -> "TrainRequest":
-        """Restores a request from train.yaml."""
+        """Restores a request from train.yaml.
+
+        Raises:
+            UsageError: it is of another version, with fields that this one does not have.
+        """
+        names = {request_field.name for request_field in fields(TrainRequest)}
+        if foreign := sorted(request_document.keys() - names - WITHOUT_EFFECT):
+            raise UsageError(
+                f"the training was started by another version of redline, with {', '.join(foreign)}, which this one does not "
+                "have: continue it with that version, or start another training from its checkpoint with --from"
+            )
         values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in request_document.items()
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in request_document.items()
+            if name in names
         }
         return TrainRequest(**{**values, "source": source, **starts})
 
@@ -176,6 +188,8 @@ def as_listed(value: Any) -> Any:
 
 OF_A_START = ("source", "out", "resume", "stated", "workload", "runner", "ray_address")
 """Fields that describe one start of the training rather than the training."""
+WITHOUT_EFFECT = {"soak"}
+"""Fields of earlier versions that did not change a training's results."""
 MAY_CHANGE = (
     *OF_A_START,
     "devices",

@@ -125,3 +125,9 @@ def test_fixed_knobs_are_added_to_those_of_before():
     again = taken_up(TrainRequest(source="here", resume=True, fix={"precision": "bf16", "fusion": True}), was)
     assert again.fix == {"micro_batch": 4, "precision": "bf16", "fusion": True}
     assert taken_up(TrainRequest(source="here", resume=True), was).fix == {"micro_batch": 4, "fusion": False}
+
+
+def test_a_request_of_another_version_is_refused_by_its_fields():
+    assert TrainRequest.again("run", {"steps": 7, "soak": False}).steps == 7
+    with pytest.raises(UsageError, match=r"another version of redline, with average, which this one does not have"):
+        TrainRequest.again("run", {"steps": 7, "average": 0.99})
