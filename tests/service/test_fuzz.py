@@ -76,7 +76,7 @@ def test_hundreds_of_requests_are_answered_in_words(service, caplog):
     found = operations(service)
     seen = fuzzed(service, found, 12)
     assert len(found) >= OPERATIONS
-    assert sum(seen.values()) > 300 and seen[422] > 80 and any(status < 300 for status in seen)
+    assert sum(seen.values()) > 300 and seen[422] > 50 and any(status < 300 for status in seen)
     assert tracebacks(caplog) == []
 
 
