@@ -8,10 +8,10 @@ import socket
 import urllib.parse
 
 import pytest
-from redline.base.errors import NotFound, StudyError, UsageError
+from redline.base.errors import NotFound, UsageError
 from redline.cli import main
 from redline.results import RunFolder, Status, summary
-from redline.views.dashboard import Library, serve
+from redline.views.dashboard import Library
 from redline.views.dashboard.discover import find_folders
 from redline.views.dashboard.guard import COOKIE, HEADERS
 from redline.views.dashboard.serve import is_local, listen
@@ -432,10 +432,3 @@ def test_the_server_ends_when_interrupted(tmp_path, disk):
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_folder_is_needed(tmp_path):
-    with pytest.raises(StudyError, match="there is no folder"):
-        Library(tmp_path / "x")
-    with pytest.raises(StudyError, match="contain no run"):
-        serve(tmp_path)

@@ -1,14 +1,9 @@
 """Trainings in the dashboard: the page's contents, live updates, and files that are never served."""
 
-import contextlib
 import http.client
 import importlib.util
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 import urllib.parse
 from pathlib import Path
@@ -19,8 +14,6 @@ from redline.results.history import STRETCHES
 from redline.results.trained import DOCUMENT, LOG
 from redline.views.dashboard.discover import find_folders
 
-WAIT = 90_000
-"""Timeout for steps whose time depends on a real training, ms."""
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
@@ -264,71 +257,3 @@ def test_the_ranks_output_is_the_latest_start_s_and_links_are_not_followed(tmp_p
 
 
 # -- a real training -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_real_training_is_followed_live_and_its_change_of_strategy_marked(tab, tmp_path, made, serving, expect):
-    import pydoc_data.topics
-
-    root, out = tmp_path / "all", tmp_path / "all" / "t"
-    root.mkdir()
-    (tmp_path / "corpus.txt").write_text("\n\n".join(pydoc_data.topics.topics.values()))
-    (tmp_path / "settings.yaml").write_text("log_every: 1\neval_steps: 1\n")
-    plain = ["--settings", tmp_path / "settings.yaml", "--fix", "precision=fp32", "--fix", "fusion=false"]
-    begin = ["llama-tiny", "--data", tmp_path / "corpus.txt", "--devices", "1", "--steps", "100000", "--out", out]
-    held = ["--held-out", "0.1", "--eval-every", "5"]
-    made.write_training(root / "other", [])
-    address = serving(root)
-    tab.goto(address)
-    with started([*begin, *held, *plain, "--log-to", "tensorboard", "--fix", "micro_batch=8"]) as process:
-        tab.locator("[data-training=t] a").click(timeout=WAIT)
-        expect(tab.locator(".state")).to_have_text("running", timeout=WAIT)
-        tab.locator("#loss svg.chart path.curve.held-out").wait_for(timeout=WAIT)
-        steps = tab.locator("#headline .value").first
-        seen = number_in(steps)
-        expect(steps).not_to_have_text(str(seen))
-        process.send_signal(signal.SIGINT)
-        assert process.wait(90) == 130
-    stopped_at = number_in(steps)
-    expect(tab.locator(".state")).to_have_text("stopped", timeout=WAIT)
-    with started([out, "--resume", *plain, "--fix", "micro_batch=16"]) as process:
-        expect(tab.locator("#loss line.change").first).to_be_attached(timeout=WAIT)
-        expect(tab.locator(".strategy .knob.changed").first).to_contain_text("was 8", timeout=WAIT)
-        expect(tab.locator(".state")).to_have_text("running", timeout=WAIT)
-        tab.wait_for_function(
-"(least) => +document.querySelector('#headline .value').textContent.replace(',', '') > least",
-                              arg=stopped_at + 2, timeout=WAIT)  # fmt: skip
-        process.send_signal(signal.SIGINT)
-        assert process.wait(90) == 130
-    lines = [json.loads(each) for each in (out / LOG).read_text().splitlines()]
-    losses = [(each["step"], each["loss"]) for each in lines if each["kind"] == "step"]
-    expect(tab.locator("#headline .value").first).to_have_text(f"{losses[-1][0]:,}", timeout=WAIT)
-    _, body = answer(address, "/api/training", training="t")
-    assert [list(each) for each in zip(*losses)] == json.loads(body)["curves"]["loss"]
-
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    logged = events.EventAccumulator(str(out / "tensorboard"), {"scalars": 0}).Reload().Scalars("train/loss")
-    assert [each.step for each in logged] == [step for step, _ in losses]
-    assert [each.value for each in logged] == pytest.approx([loss for _, loss in losses])
-
-
-def number_in(place):
-    return int(place.inner_text().replace(",", ""))
-
-
-@contextlib.contextmanager
-def started(arguments):
-    """Runs `redline train` with these arguments; ends it with the context."""
-    command = [sys.executable, "-m", "redline.cli", "train", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()

@@ -1,4 +1,4 @@
-"""`redline tune` as a user runs it: real trials, kills and OOMs, all but one test in a separate process."""
+"""`redline tune` as a user runs it: real trials and kills, all but one test in a separate process."""
 
 import csv
 import signal
@@ -13,10 +13,8 @@ from processes import left_of
 from redline.cli import main
 
 WORKLOAD = '''
-import os
 import time
 
-import psutil
 import torch
 from torch import nn
 
@@ -62,20 +60,6 @@ class Slow(nn.Module):
 slow = rl.Workload(name="slow", model=Slow, batch=batch, loss=loss, space=make_space(), global_batch=64)
 
 
-class Hungry(nn.Module):
-    """Takes 4 MiB a sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x):
-        return self.net(x + torch.ones(len(x), 4 * 2**20 // 4).mean())
-
-
-hungry = rl.Workload(name="hungry", model=Hungry, batch=batch, loss=loss, space=make_space(), global_batch=64)
-
-
 class Cheating(nn.Module):
     """Faster above micro-batch 8, because it leaves out half of its input; no number above 32."""
 
@@ -90,27 +74,6 @@ class Cheating(nn.Module):
 
 
 cheating = rl.Workload(name="cheating", model=Cheating, batch=batch, loss=loss, space=make_space(), global_batch=64)
-
-
-def dying(output, batch):
-    if len(batch[1]) == 16:
-        os.kill(os.getpid(), 11)
-    if len(batch[1]) == 32:
-        time.sleep(600)
-    return loss(output, batch)
-
-
-mortal = rl.Workload(name="mortal", model=net, batch=batch, loss=dying, space=make_space(), global_batch=64)
-
-
-def patricide(output, batch):
-    if len(batch[1]) == 32:
-        os.kill(psutil.Process(os.getppid()).ppid(), 9)  # the host agent
-        time.sleep(600)
-    return loss(output, batch)
-
-
-deadly = rl.Workload(name="deadly", model=net, batch=batch, loss=patricide, space=make_space(), global_batch=64)
 '''
 
 
@@ -159,25 +122,6 @@ def test_a_run_ends_with_the_winner_its_gain_and_its_files(folder, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_real_ooms_are_recorded_beside_successes(folder):
-    done = tune(folder, "hungry", "--memory-limit", "200MiB", "--trials", 10)
-    assert done.returncode == 0, done.stderr
-    by_micro_batch = {(row["knob.micro_batch"], row["knob.checkpoint_ratio"]): row["status"] for row in rows(folder)}
-    assert {status for (micro, _), status in by_micro_batch.items() if micro == "64"} == {"oom"}
-    assert {status for (micro, _), status in by_micro_batch.items() if micro in ("4", "8")} == {"ok"}
-
-
-@pytest.mark.slow
-def test_a_limit_below_the_model_is_nothing_feasible_with_the_smallest_need(folder):
-    done = tune(folder, "hungry", "--memory-limit", "15MiB", "--trials", 3)
-    assert done.returncode == 3
-    assert "Nothing feasible" in done.stdout
-    assert "smallest need seen is" in done.stdout
-    assert "The limit is 15 MiB" in done.stdout
-    assert yaml.safe_load((folder / "run" / "best.yaml").read_text())["best"] is None
-
-
-@pytest.mark.slow
 def test_a_faster_candidate_that_computes_something_else_or_no_number_is_wrong(folder):
     done = tune(folder, "cheating", "--trials", 10)
     assert done.returncode == 0, done.stderr
@@ -186,27 +130,6 @@ def test_a_faster_candidate_that_computes_something_else_or_no_number_is_wrong(f
     reasons = {row["knob.micro_batch"]: row["reason"] for row in rows(folder)}
     assert "in the first step is" in reasons["16"] and "in the first step is" in reasons["32"]
     assert reasons["64"] == "loss is nan at the first step"
-
-
-@pytest.mark.slow
-def test_segfaults_and_hangs_end_neither_the_search_nor_outlive_it(folder):
-    done = tune(folder, "mortal", "--trials", 10, "--trial-timeout", "20s")
-    assert done.returncode == 0, done.stderr
-    statuses = {row["knob.micro_batch"]: row["status"] for row in rows(folder)}
-    assert statuses == {"4": "ok", "8": "ok", "16": "crash", "32": "timeout", "64": "ok"}
-    timed_out = next(row for row in rows(folder) if row["status"] == "timeout")
-    assert "dying" in (folder / "run" / timed_out["log"]).read_text()
-
-
-@pytest.mark.exhaustive
-def test_a_host_agent_that_is_lost_for_good_ends_the_run_with_1_and_with_what_was_found(folder):
-    done = tune(folder, "deadly", "--trials", 10, timeout=110)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "the host agent was lost" in done.stderr
-    assert "The trials so far are in 'run'" in done.stderr
-    best = yaml.safe_load((folder / "run" / "best.yaml").read_text())
-    assert best["best"]["measurement"]["throughput"] > 0
-    assert len(rows(folder)) >= 1
 
 
 def start(folder, *arguments):
@@ -257,12 +180,11 @@ def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_keeps_what_was_found_and_exits_130(folder, number):
+def test_sigterm_keeps_what_was_found_and_exits_130(folder):
     process = start(folder, "slow", "--trials", 9)
     wait_for_rows(folder, 1, process)
     family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 130, out
     assert "Interrupted" in out

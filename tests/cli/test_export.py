@@ -203,14 +203,6 @@ def simulated(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("target", sorted(set(export_targets()) - {"deepspeed"}))
-def test_the_export_of_a_simulated_run_says_so(capsys, simulated, target):
-    code, out, err = export(capsys, simulated, "--to", target)
-    assert code == 0, err
-    assert "predicted, simulated: nothing was run" in (err if target == "json" else out)
-    assert "measure" not in out.replace("seconds_measure", "")
-
-
 def test_a_simulated_run_is_started_on_the_hosts_of_its_hardware(capsys, simulated):
     out = export(capsys, simulated, "--to", "megatron")[1]
     assert "--nnodes 8 --nproc-per-node 8" in out and "--num-layers 32\n" in out
@@ -225,11 +217,6 @@ def test_a_trial_that_did_not_run_to_its_end_is_refused_unless_forced(capsys, si
         assert (code, out) == (2, "") and f"trial {number} {end}" in err and "--force" in err
         code, out, _ = export(capsys, simulated, "--to", "accelerate", "--trial", number, "--force")
         assert code == 0 and f"# - trial {number} {end}" in out
-
-
-def test_a_folder_without_a_run_is_named(capsys, tmp_path):
-    code, _, err = export(capsys, tmp_path, "--to", "yaml")
-    assert code == 2 and f"'{tmp_path}' contains no run" in err
 
 
 def test_the_targets_can_be_listed(capsys):

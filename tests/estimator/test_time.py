@@ -14,7 +14,7 @@ from redline.estimator.hardware import find_hardware
 from redline.estimator.kernels import attention_share, products_of
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.risks import stall_chance
-from redline.estimator.slot import clocks
+from redline.estimator.slot import clocks, slot_of
 from redline.estimator.stages import stages
 from redline.estimator.time import TIME_TERMS, step_time
 from redline.estimator.trainers import find_trainer
@@ -239,6 +239,29 @@ def test_clocks_fall_with_the_share_of_time_that_products_take():
     free, limited = (terms(dp=8, micro_batch=1, constants=Constants(limited_rate=rate)) for rate in (1.0, 0.8))
     assert 0.8 < free["matmul"] / limited["matmul"] < 0.9
     assert free["memory-bound"] == limited["memory-bound"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tp": 4},
+        {"tp": 4, "sequence_parallel": True, "checkpoint_ratio": 0.5},
+        {"sp": 2, "checkpoint_ratio": 1.0},
+        {"cp": 2, "checkpoint_ratio": 0.5},
+    ],
+    ids=str,
+)
+def test_the_kinds_of_a_micro_batchs_time_add_up_to_its_two_passes(monkeypatch, config):
+    slots = []
+
+    def recorded(rank, work):
+        slots.append(slot_of(rank, work))
+        return slots[-1]
+
+    monkeypatch.setattr("redline.estimator.time.slot_of", recorded)
+    terms(micro_batch=1, **config)
+    for slot in slots:
+        assert slot.forward + slot.backward == pytest.approx(slot.total)
 
 
 def test_accumulating_is_what_it_is_called():

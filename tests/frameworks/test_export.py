@@ -210,12 +210,6 @@ def test_any_combination_of_standard_knobs_can_be_exported(target):
     assert count == (144 if target == "deepspeed" else 192)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8", "fp8_rowwise"])
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_precision_can_be_exported(target, precision):
-    assert render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT).text
-
-
 @pytest.mark.parametrize("target", ["accelerate", "deepspeed", "lightning", "trainer"])
 def test_an_optimizer_that_is_not_fused_is_torch_s_choice(target):
     # With fused=False AdamW loops over the parameters, on GPUs too; the trials did not set it.
@@ -312,13 +306,6 @@ def test_accelerate_says_that_it_has_no_pipeline():
     }
 
 
-def test_accelerate_compiles_the_repeated_blocks_as_redline_does():
-    made, _ = parsed("accelerate", micro_batch=1, grad_accum=1, fusion=True)
-    assert made["dynamo_config"]["dynamo_backend"] == "INDUCTOR"
-    assert made["dynamo_config"]["dynamo_use_regional_compilation"] is True
-    assert "dynamo_config" not in parsed("accelerate", micro_batch=1, grad_accum=1, fusion=False)[0]
-
-
 def test_products_in_tf32_are_switched_on_where_a_file_can_and_named_elsewhere():
     made, _ = parsed("trainer", precision="tf32", micro_batch=4, grad_accum=1)
     assert made["tf32"] is True and "bf16" not in made and "fp16" not in made
@@ -326,16 +313,6 @@ def test_products_in_tf32_are_switched_on_where_a_file_can_and_named_elsewhere()
         made = render(target, trial(precision="tf32", micro_batch=4, grad_accum=1), DOCUMENT)
         assert "set_float32_matmul_precision('high')" in made.text + " ".join(made.notes), target
         assert "bf16" not in made.text.replace("grad-reduce-in-bf16", ""), target
-
-
-def test_the_trainer_takes_batch_precision_and_optimizer():
-    made, notes = parsed("trainer", micro_batch=4, grad_accum=8, precision="bf16", fused_optimizer=True)
-    assert made["per_device_train_batch_size"] == 4
-    assert made["gradient_accumulation_steps"] == 8
-    assert made["bf16"] is True and "fp16" not in made
-    assert made["optim"] == "adamw_torch_fused"
-    assert "seq_len=128" in notes
-    assert parsed("trainer", "json", micro_batch=4, grad_accum=8)[0]["gradient_accumulation_steps"] == 8
 
 
 @pytest.mark.parametrize(
@@ -353,15 +330,6 @@ def test_the_trainer_checkpoints_a_share_where_it_can(ratio, expected, stated):
     found = made.get("activation_checkpointing"), made.get("activation_checkpointing_kwargs")
     assert found == expected
     assert ("became all blocks" in notes) is stated
-
-
-def test_deepspeeds_batch_is_micro_times_accumulation_times_replicas():
-    made, _notes = parsed("deepspeed", **{**ONE_STAGE, "offload": "none"})
-    assert made["train_micro_batch_size_per_gpu"] == 4
-    assert made["gradient_accumulation_steps"] == 2
-    assert made["train_batch_size"] == 4 * 2 * 4
-    assert made["tensor_parallel"] == {"autotp_size": 2}
-    assert made["zero_optimization"] == {"stage": 1}
 
 
 def test_deepspeed_offloads_the_optimizer_only_with_zero():
@@ -569,21 +537,6 @@ def test_the_winner_or_any_trial_is_chosen():
         chosen_trial(trials, 2)
     with pytest.raises(UsageError, match="no winner to export: none of 1 trials succeeded"):
         chosen_trial(trials[1:], None)
-
-
-@pytest.mark.parametrize("status", [each for each in Status if each is not Status.OK])
-def test_a_trial_that_did_not_run_to_its_end_is_exported_by_force_only(status):
-    trials = [trial(0, micro_batch=1), trial(1, status, micro_batch=2)]
-    with pytest.raises(UsageError, match=f"trial 1 did not run to its end, it ended as {status} .it went wrong."):
-        chosen_trial(trials, 1)
-    assert chosen_trial(trials, 1, force=True).number == 1
-
-
-def test_a_trial_that_has_not_ended_is_exported_by_force_only():
-    pending = Trial(number=0, config={"micro_batch": 1}, measurement=None)
-    with pytest.raises(UsageError, match="trial 0 has not ended.*--force exports it nevertheless"):
-        chosen_trial([pending], 0)
-    assert chosen_trial([pending], 0, force=True) is pending
 
 
 SIMULATED = {"asked": {**DOCUMENT["asked"], "simulated": True}}

@@ -535,10 +535,6 @@ def test_torchtitan_reads_every_setting_that_an_export_writes():
     assert not any((owner, "mixed_precision_parameter") in read for owner in ("training", "config"))
 
 
-def test_torchtitan_has_the_models_that_both_have(torchtitan_reads):
-    assert torchtitan_reads["qwen3"]["global_batch_size"] == 32
-
-
 @every_configuration
 def test_torchtitan_parses_its_flags(name, torchtitan_reads):
     config, made = CONFIGURATIONS[name], torchtitan_reads[name]
@@ -726,21 +722,6 @@ def test_stages_that_megatron_is_given_by_their_layers_stay_as_many():
     trainer = read(f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}").on()
     assert trainer.changed({**trainer.config, "pp": 2, "dp": 4}) is None
     assert trainer.changed({**trainer.config, "micro_batch": 2, "grad_accum": 16}) is not None
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_megatron_is_told_the_models_sizes(model):
-    made = parse(megatron_arguments(model, "one device")[0])
-    configuration = architecture(model).configuration()
-    assert made.num_layers == configuration.num_hidden_layers
-    assert made.hidden_size == configuration.hidden_size
-    assert made.num_attention_heads == configuration.num_attention_heads
-    assert made.vocab_size == configuration.vocab_size
-    assert made.max_position_embeddings == configuration.max_position_embeddings
-    assert made.untie_embeddings_and_output_weights is not configuration.tie_word_embeddings
-    groups = getattr(configuration, "num_key_value_heads", configuration.num_attention_heads)
-    assert (made.num_query_groups or configuration.num_attention_heads) == groups
-    assert made.group_query_attention is (groups != configuration.num_attention_heads)
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "gpt2"])

@@ -11,6 +11,7 @@ from redline.models import Workload
 from redline.results import Status
 from redline.runners import TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
+from redline.runners.trial.compiling import Compilation
 from redline.runners.trial.dry_run import DryRun, DryRunReport
 from redline.runners.trial.job import COLLECTIVE_MARGIN_S, Outcome, RankOutcome
 from redline.runners.trial.timing import TimingPlan
@@ -38,8 +39,6 @@ def compiled_sum(until):
 
 
 def watched(context):
-    from redline.runners.trial.compiling import Compilation
-
     return Compilation(context.compiling)
 
 
@@ -57,6 +56,15 @@ def test_a_compilation_longer_than_the_deadline_is_no_timeout(bench):
     value, seconds = outcome.ranks[0].report
     assert value == 6.0
     assert seconds > TIMEOUT_S
+
+
+@pytest.mark.parametrize(("elsewhere", "reports"), [(True, [True, False]), (False, [])])
+def test_a_rank_counts_as_waiting_for_compilations_on_other_hosts_until_all_have_settled(elsewhere, reports):
+    heard = []
+    compilation = Compilation(heard.append, elsewhere=elsewhere)
+    compilation.expected()
+    compilation.settled()
+    assert heard == reports
 
 
 @pytest.mark.slow

@@ -69,33 +69,6 @@ def test_logs_are_in_the_runs_folder(tuned):
 
 
 @pytest.mark.exhaustive
-def test_more_trials_at_once_than_the_cluster_holds_are_refused_with_the_numbers():
-    done = run(
-        """
-        try:
-            rl.tune(workload, trials=1, concurrency=1000)
-        except rl.UsageError as error:
-            print(error)
-        """
-    )
-    assert "1000 trials at once need 1000 CPUs, but the Ray cluster has" in done.stdout, done.stderr
-
-
-@pytest.mark.slow
-def test_an_address_where_no_ray_listens_is_an_error_that_says_what_to_do():
-    done = run(
-        """
-        try:
-            rl.tune(workload, trials=1, ray_address="127.0.0.1:1")
-        except rl.RunnerError as error:
-            print("RUNNER", error)
-        """
-    )
-    assert "joining the Ray cluster at '127.0.0.1:1' failed" in done.stdout, done.stderr
-    assert "runner='local'" in done.stdout
-
-
-@pytest.mark.exhaustive
 def test_a_ray_that_this_process_has_joined_is_used_and_runs_on():
     done = run(
         """

@@ -56,6 +56,11 @@ def test_a_candidate_near_the_best_is_measured_in_full():
     assert timing.steps >= 6
 
 
+def test_one_slow_step_of_the_warm_up_does_not_stop_a_fast_candidate():
+    timing, _ = run(itertools.chain([900, 400, 121], itertools.repeat(120)), best_step_ms=100)
+    assert timing.stopped_early is None and timing.step_ms == pytest.approx(120)
+
+
 def test_every_rank_takes_the_slowest_ranks_decisions():
     """The other rank takes 70 ms a step."""
     timing, _ = run(

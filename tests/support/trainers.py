@@ -1,8 +1,8 @@
 """Programs that train with other frameworks, what is known of each, and their clocks.
 
 The programs are in `tests/runners/command/programs`. A program writes when its steps ended and with which losses (`clock.py`
-there); what redline measures of its command is compared with that. The sleep in its forward pass (`cost.py` there) makes the
-order of its settings known before it runs.
+there); what redline measures of its command is compared with that. Its forward pass sleeps for a known time
+(`cost.py` there).
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -92,8 +91,6 @@ class Program:
     ranks: int = 1
     settings: Mapping[str, object] = field(default_factory=dict)
     """Further placeholders and their defaults."""
-    order: tuple[Mapping[str, object], ...] = ({"batch": 4}, {"batch": 16})
-    """Settings from the slowest to the fastest, which `cost.py` decides."""
     true_batch: int | None = None
     """Samples of a step where the program does not do what its arguments ask for."""
     losses: int | None = None
@@ -113,27 +110,16 @@ class Program:
     message: str | None = None
     """Text that the output has."""
 
-    @property
-    def fails(self) -> bool:
-        """True if it does not end by its own steps, so that no setting of it can win."""
-        return bool(self.returncode) or "OutOfMemoryError" in (self.message or "")
-
-    def samples(self, **settings: int) -> int:
+    def samples(self) -> int:
         """Returns the true samples of a step, over all ranks."""
-        batch, accumulate = settings.get("batch", self.batch), settings.get("accumulate", self.accumulate)
-        return self.true_batch or batch * accumulate * self.ranks
+        return self.true_batch or self.batch * self.accumulate * self.ranks
 
-    def text(self, **settings: object) -> str:
-        """Returns the command with its settings filled in, which may be placeholders of redline: `batch="{micro_batch}"`."""
-        defaults = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps, **self.settings}
-        values = {"python": sys.executable, "programs": PROGRAMS, **defaults, **settings}
-        if "{global_batch}" in self.command and "global_batch" not in settings:
-            factors = (values["batch"], values["accumulate"], self.ranks)
-            if any(isinstance(factor, str) for factor in factors):  # placeholders, so the product is one too
-                values["global_batch"] = f"{{{' * '.join(str(factor).strip('{}') for factor in factors)}}}"
-            else:
-                values["global_batch"] = prod(factors)
-        return self.command.format(**values)
+    def text(self, trial_dir: Path, assets: Path) -> str:
+        """Returns the command with its settings filled in."""
+        sizes = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps, **self.settings}
+        folders = {"programs": PROGRAMS, "trial_dir": trial_dir, "assets": assets}
+        global_batch = self.batch * self.accumulate * self.ranks
+        return self.command.format(python=sys.executable, global_batch=global_batch, **folders, **sizes)
 
     def write_assets(self, folder: Path) -> None:
         """Writes the files that the program reads, for the setting `assets`."""
@@ -143,7 +129,7 @@ class Program:
             done = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, **ENVIRONMENT})
             assert done.returncode == 0, done.stdout + done.stderr
 
-    def run(self, folder: Path, environment: Mapping[str, str] | None = None, **settings: object) -> Run:
+    def run(self, folder: Path, environment: Mapping[str, str] | None = None) -> Run:
         """Runs the command in a new `folder` and returns its output and its clocks.
 
         `environment` is added to this process's. Raises subprocess.TimeoutExpired after 5 minutes.
@@ -154,7 +140,7 @@ class Program:
         trial_dir.mkdir()
         self.write_assets(folder / "assets")
         process = subprocess.Popen(
-            shlex.split(self.text(trial_dir=trial_dir, assets=folder / "assets", **settings)),
+            shlex.split(self.text(trial_dir, folder / "assets")),
             cwd=trial_dir,
             env={
                 **os.environ,
@@ -234,13 +220,10 @@ TRAINER = (
     " --per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulate} --max_steps {steps}"
 )
 EVALUATION = frozenset({"evaluation"})
-PEAK = ({"batch": 4}, {"batch": 64}, {"batch": 16})
-"""The order of a program with little overhead."""
 
 TABLE = (
     Program(
         name="nanogpt",
-        order=PEAK,
         command=f"{SCRIPT}nanogpt.py --batch_size={{batch}} --max_iters={{steps}}"
         " --gradient_accumulation_steps={accumulate} --out_dir={trial_dir}",
         accumulate=2,
@@ -258,7 +241,6 @@ TABLE = (
     Program(
         # accelerate takes a tenth off the batch until it fits: 32, 28, 25, 22, 19, 17, 15.
         name="trainer-auto-find-batch-size",
-        order=(),
         command=f"{TRAINER} --auto_find_batch_size true --largest_batch 16",
         batch=32,
         true_batch=15,
@@ -281,7 +263,6 @@ TABLE = (
     ),
     Program(
         name="lightning-cli",
-        order=PEAK,
         command=f"{SCRIPT}lightning_cli.py fit --trainer.default_root_dir {{trial_dir}} --trainer.max_steps {{steps}}"
         " --trainer.accumulate_grad_batches {accumulate} --data.batch_size {batch}",
         accumulate=4,
@@ -290,18 +271,15 @@ TABLE = (
         slow=True,
     ),
     Program(
-        # Shards have the faster median step, single samples the larger mean of samples per second.
         name="stalls",
         command=f"{SCRIPT}stalls.py{LOOP} --shard {{shard}}",
         steps=65,
         settings={"shard": 64},
-        order=({"shard": 64}, {"shard": 1}),
     ),
     Program(name="stalls-worker", command=f"{SCRIPT}stalls.py{LOOP} --shard 64 --workers 1", steps=65, slow=True),
     Program(name="gan", command=f"{SCRIPT}gan.py{LOOP}", losses=3, optimizers=2),
     Program(
         name="two-optimizers",
-        order=PEAK,
         command=f"{SCRIPT}two_optimizers.py{ACCUMULATING}",
         accumulate=2,
         optimizers=2,
@@ -326,7 +304,7 @@ TABLE = (
         unseen_steps=1,
         slow=True,
     ),
-    Program(name="numpy", order=PEAK, command=f"{SCRIPT}numpy_loop.py{LOOP}", optimizers=0),
+    Program(name="numpy", command=f"{SCRIPT}numpy_loop.py{LOOP}", optimizers=0),
     Program(
         name="reinforce",
         command=f"{SCRIPT}reinforce.py{LOOP} --updates 2",
@@ -427,15 +405,5 @@ TABLE = (
         optimizers=2,
         needs=("megatron.core",),
         slow=True,
-    ),
-    *(
-        Program(
-            name=f"prints-{style}",
-            command=f"{SCRIPT}prints.py{ACCUMULATING} --style {style}",
-            accumulate=4,
-            order=PEAK,
-            slow=style != "scanning",
-        )
-        for style in ("scanning", "micro-batches", "mean", "samples", "comma", "thousands", "epochs")
     ),
 )

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -205,51 +204,6 @@ def test_the_main_command_through_ray(place):
     assert "runner ray" in shown.text and "gain" in shown.text
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_a_search_in_tmux(place, tmp_path):
-    server = ["tmux", "-L", f"redline-{os.getpid()}"]
-    command = " ".join([
-        *REDLINE, "tune", "--workload", "work.py:mlp", "--runner", "local", "--trials", "3", "--patience", "0",
-        "--measure-time", "50ms", "--out", "tmux",
-    ])  # fmt: skip
-    try:
-        subprocess.run(
-            [
-                *server,
-                "new-session",
-                "-d",
-                "-x",
-                "100",
-                "-y",
-                "50",
-                "-c",
-                str(place),
-                f"{command}; echo code $?; sleep 60",
-            ],
-            check=True,
-            timeout=20,
-        )
-        text = until(
-            lambda: subprocess.run([*server, "capture-pane", "-p"], capture_output=True, text=True).stdout, "code "
-        )
-    finally:
-        subprocess.run([*server, "kill-server"], check=False, timeout=20)
-    assert "code 0" in text and "winner" in text and "Traceback" not in text
-    assert len(re.findall(r"^ +\d+  ok", text, re.MULTILINE)) == 3
-
-
-def until(look, text, tries=400):
-    import time
-
-    for _ in range(tries):
-        found = look()
-        if text in found:
-            return found
-        time.sleep(0.2)
-    raise AssertionError(found)
-
-
 # -- the other commands --------------------------------------------------------------------------------------
 
 COMMANDS = [
@@ -262,6 +216,7 @@ COMMANDS = [
     (["models"], 0, ["gpt2-tiny"]),
     (["doctor"], 0, ["versions", "torch"]),
     (["space", "--workload", "work.py:mlp"], 0, ["micro_batch"]),
+    (["estimate", "gpt2-tiny", "--hardware", "h100-80gb", "--devices", "2"], 0, ["are predicted to fit"]),
     (["show", "runs/none"], 2, ["there is no folder"]),
 ]
 
@@ -278,15 +233,6 @@ def test_a_command_in_a_terminal(runs, arguments, code, words, columns):
     joined = re.sub(r"\s+", " ", shown.text)
     for word in words:
         assert word in joined
-
-
-@pytest.mark.slow
-def test_estimate_in_a_terminal(place):
-    shown = Terminal(
-        [*REDLINE, "estimate", "gpt2-tiny", "--hardware", "h100-80gb", "--devices", "2"], cwd=place, columns=100
-    )
-    ended_well(shown)
-    assert "are predicted to fit" in shown.text
 
 
 @pytest.mark.slow

@@ -1,35 +1,17 @@
 """`redline.tune`, its help and the command line have the same fields, defaults and words."""
 
 import re
-from dataclasses import fields
 
 import pytest
 import redline as rl
 from redline.base.errors import SpaceError, StudyError, WorkloadError
-from redline.base.option import options_of
 from redline.cli.main import main, redline
 from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
 from redline.runners.registry import RUNNERS
-from redline.tuner.request.options import SEARCH_RUNNERS, Request, in_python
+from redline.tuner.request.options import SEARCH_RUNNERS, in_python
 from redline.tuner.samplers import sampler_names
 from redline.tuner.trackers import TRACKERS
-
-PYTHON_ONLY = {"begin_with", "direction", "prior", "isolate", "listener"}
-
-
-def test_the_command_line_has_every_field_but_those_for_python_alone():
-    command = redline.get_command(None, "tune")
-    options = {each.name: each for each in command.params}
-    assert {each.name for each in fields(Request)} - set(options) == PYTHON_ONLY
-    assert set(options) - {each.name for each in fields(Request)} == {
-        *("workload", "as_json", "command_file", "dry"),
-        *(field.name for field, option in options_of(rl.Command) if not option.in_file),
-    }
-    parsed = command.make_context("tune", ["gpt2-tiny"], parent=redline.make_context("redline", ["tune"])).params
-    for each in fields(Request):
-        if each.name in options and each.name != "target" and not options[each.name].multiple:
-            assert parsed[each.name] == each.default, each.name
 
 
 @pytest.mark.parametrize(

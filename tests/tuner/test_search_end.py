@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 import redline as rl
-from redline.results import Measurement, Status, Trial, summary
-from redline.results.again import judged
+from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
 from redline.tuner.budget import device_hours_of
 
@@ -161,13 +160,3 @@ def test_contradictory_requests_are_refused_before_files_are_written(options, me
     with pytest.raises(rl.UsageError, match=message):
         rl.tune(measured, make_space(), out=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
-
-
-def again(number, throughputs, peak):
-    made = Measurement(status=Status.OK, throughput=throughputs[0], peak_memory_mib=peak, memory_limit_mib=1000.0)
-    return judged(Trial(number=number, config=Config({"x": number}), measurement=made), throughputs)
-
-
-def test_a_tie_within_noise_goes_to_more_free_memory():
-    tight, roomy = again(0, [100.0, 102.0], 990.0), again(1, [99.5, 100.5], 600.0)
-    assert summary.best([tight, roomy]).number == 1

@@ -1,7 +1,6 @@
 """Searches of a simulated cluster, and the initial estimate of a search."""
 
 import csv
-import json
 
 import pytest
 import redline as rl
@@ -70,29 +69,6 @@ def test_the_same_seed_finds_the_same(finished, tmp_path):
     assert again.best.throughput == pytest.approx(first.best.throughput)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "needs the hardware to simulate"),
-        ({"hardware": "h10"}, "did you mean 'h100-80gb'"),
-        ({"hardware": "h100", "time": "1m"}, "simulated trials take no time"),
-    ],
-)
-def test_bad_input_is_refused(tmp_path, arguments, message):
-    with pytest.raises(rl.UsageError, match=message):
-        rl.tune("gpt2-tiny", runner="simulate", out=tmp_path / "run", **arguments)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_callable_cannot_be_simulated():
-    space = rl.Space()
-    space.choice("x", [1, 2])
-    with pytest.raises(rl.UsageError, match="needs a model or a workload"):
-        rl.tune(lambda config: 1.0, space, runner="simulate", hardware="h100")
-    with pytest.raises(rl.UsageError, match="hardware is for a workload"):
-        rl.tune(lambda config: 1.0, space, hardware="h100")
-
-
 class Reads(nn.Module):
     """Reads values, which a trace does not have."""
 
@@ -147,19 +123,6 @@ def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
     assert made is None and messages == [
         "the search begins without an estimate: measuring this machine failed: no driver"
     ]
-
-
-@pytest.mark.exhaustive
-def test_a_real_search_begins_with_predictions_and_ends_with_mfu(tmp_path):
-    result = rl.tune(
-        "gpt2-tiny", runner="local", hardware=cpu(), trials=1, measure_time="0.1s", out=tmp_path / "run",
-        fix={"precision": "fp32", "attention": "sdpa", "fusion": False, "micro_batch": 8},
-    )  # fmt: skip
-    (row,) = csv.DictReader((tmp_path / "run" / "trials.csv").open())
-    assert row["status"] == "ok", row["reason"]
-    assert float(row["predicted_throughput"]) > 0 and float(row["predicted_memory_mib"]) > 0
-    assert float(row["mfu"]) == pytest.approx(float(row["tflops_per_device"]) / 0.1, rel=1e-3)
-    assert json.loads(json.dumps(result.to_dict()))
 
 
 def test_gpus_are_not_assumed_for_trials_on_a_cpu():

@@ -4,13 +4,9 @@ import itertools
 import math
 
 import pytest
-import redline as rl
-from redline.runners.command.command import Command
 from redline.runners.command.observation import FOLDER, OBSERVER, Observation
 from redline.runners.trial.timing import TimingPlan
-from trainers import ENVIRONMENT, rows, seconds
-
-ORDERED = [row for row in rows() if row.values[0].order and row.values[0].optimizers and not row.values[0].fails]
+from trainers import rows, seconds
 
 
 @pytest.mark.parametrize("program", rows())
@@ -56,21 +52,3 @@ def check_clock(program, run):
         times = [clock.start, *(step.end for step in clock.steps)]
         # Every micro-batch is one call of the model at least, which sleeps for a known time.
         assert all(end - start >= program.accumulate * seconds(batch) for start, end in itertools.pairwise(times))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", ORDERED)
-def test_a_search_finds_the_setting_that_is_faster_by_construction(program, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    slow, *_, fast = program.order
-    names = {"batch": "micro_batch", "accumulate": "grad_accum"}
-    knobs = {names.get(name, name): [slow[name], fast[name]] for name in fast}
-    text = program.text(trial_dir="{trial_dir}", steps=1000, **{name: f"{{{names.get(name, name)}}}" for name in fast})
-    result = rl.tune(
-        Command(command=text, env=[f"{name}={value}" for name, value in ENVIRONMENT.items()]),
-        override=knobs, devices=program.ranks, trials=2, measure_time="2s", runner="local", out=tmp_path / "run",
-    )  # fmt: skip
-    assert result.best is not None, result.why
-    assert result.best.config == {names.get(name, name): value for name, value in fast.items()}, result.trials
-    assert list(result.trials.status) == ["ok", "ok"]
-    assert result.best.measurement.samples_per_step == pytest.approx(program.samples(**fast))
