@@ -41,18 +41,9 @@ def test_parameters_are_those_of_the_published_models():
     # ZeRO, arXiv:1910.02054, figure 1: 2 + 2 + 12 bytes a parameter, and the parts that 64 replicas share.
     [(0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)],
 )
-def test_states_are_cut_over_the_ranks_of_a_sequence_as_over_other_replicas(zero, bytes_):
-    found = terms(zero=zero, micro_batch=1, sp=8)
-    assert sum(found[name] for name in STATES) * MIB == pytest.approx(6_738_415_616 * bytes_)
-
-
-@pytest.mark.parametrize(
-    ("zero", "bytes_"),
-    # ZeRO, arXiv:1910.02054, figure 1: 2 + 2 + 12 bytes a parameter, and the parts that 64 replicas share.
-    [(0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)],
-)
-def test_states_are_zeros_sixteen_bytes_a_parameter(zero, bytes_):
-    found = terms(zero=zero, micro_batch=1)
+@pytest.mark.parametrize("sp", [1, 8])
+def test_states_are_zeros_sixteen_bytes_a_parameter_also_where_ranks_share_a_sequence(zero, bytes_, sp):
+    found = terms(zero=zero, micro_batch=1, sp=sp)
     assert sum(found[name] for name in STATES) * MIB == pytest.approx(6_738_415_616 * bytes_)
 
 
@@ -88,6 +79,14 @@ def test_activations_are_korthikantis(sequence_parallel, recompute, expected):
     scores = 5 * 16 * seq / 2048 / tp
     wanted = {"10 + 24/t + 5as/ht": 10 + 24 / tp + scores, "34/t + 5as/ht": 34 / tp + scores, "34/t": 34 / tp}
     assert (two["activations"] - one) * MIB / unit == pytest.approx(wanted[expected], rel=1e-6)
+
+
+def test_inputs_of_products_take_a_byte_less_in_8_bits():
+    half, eight = (terms(setup=find_trainer("megatron").training(seq_len=4096, products=each), micro_batch=1, grad_accum=2)
+                   for each in (None, "fp8"))  # fmt: skip
+    # Those of the projections of attention together, of the MLP's first two together, and of its last.
+    inputs = 32 * 4096 * (4096 + 4096 + 11008)
+    assert (half["activations"] - eight["activations"]) * MIB == pytest.approx(inputs)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

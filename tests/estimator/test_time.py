@@ -199,6 +199,15 @@ def test_the_bubble_is_p_minus_1_slots_of_m(pp, accum):
     assert found["bubble"] == pytest.approx(ideal * (pp - 1) / accum, rel=0.02)
 
 
+def test_the_only_boundary_of_two_stages_is_between_the_nodes():
+    """Stages of six devices do not share a node of eight any more than stages of eight do."""
+    six, eight = (
+        terms(SETUP.replace(devices=2 * dp, global_batch=4 * dp), pp=2, dp=dp, grad_accum=4, micro_batch=1)
+        for dp in (6, 8)
+    )
+    assert six["pipeline transfers"] == pytest.approx(eight["pipeline transfers"])
+
+
 def test_a_heavy_head_is_waited_for_by_no_bubble():
     # The last stage's head is in every slot of that stage, but filling and draining pass through the others.
     shape = {**LLAMA2_7B, "vocabulary": 2_000_000}

@@ -108,6 +108,7 @@ def test_errors_of_the_real_allocators_are_oom(make):
         ("you tried to allocate 1073741824 bytes. Error code 12", 1024),
         ("Tried to allocate 20.00 MiB. GPU 0", 20),
         ("Tried to allocate 1.50 GiB. GPU 0", 1536),
+        ("Tried to allocate 512.00 KiB. GPU 0", 0.5),
         ("MPS backend out of memory (MPS allocated: 5.56 GB). Tried to allocate 768.00 MB on private pool.", 768),
         ("Out of memory error on GPU 0. Cannot allocate 1.5GB memory on GPU 0, available memory is only 15.1MB.", 1536),
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6291456 bytes.", 6),
@@ -253,6 +254,19 @@ def test_a_library_without_its_handle_or_workspace_may_have_run_out_of_memory(er
 def test_a_handle_that_failed_otherwise_has_not():
     assert not failure.may_be_oom(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"))
     assert not failure.may_be_oom(ValueError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"))
+
+
+def test_a_cause_that_the_program_has_dealt_with_does_not_count():
+    def failing(suppress):
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise ValueError("no such option") from (None if suppress else error)
+
+    for suppress in (True, False):
+        with pytest.raises(ValueError) as caught:
+            failing(suppress)
+        assert failure.is_oom(caught.value) is not suppress
 
 
 SHM = "Error while creating shared memory segment /dev/shm/nccl-9VQnXl (size 33030528), error: No space left on device (28)"

@@ -7,6 +7,7 @@ import pytest
 import redline as rl
 import yaml
 from command_line import run
+from memory_folder import MemoryFolder
 from redline.cli.outcome import print_result
 from redline.cli.progress import trial_line
 from redline.estimator import Shape
@@ -102,12 +103,7 @@ def test_the_best_without_lossy_values_is_measured_again_beside_lossy_leaders():
         )
         for number, (speed, lossy) in enumerate(speeds)
     ]
-
-    class Folder:
-        def trials(self):
-            return trials
-
-    found = Confirmation(Folder(), None, None, None, None)._contenders(())
+    found = Confirmation(MemoryFolder(trials), None, None, None, None)._contenders(())
     assert [trial.number for trial in found] == [1, 2, 3, 4, 0]
 
 

@@ -3,11 +3,11 @@
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from listeners import RecordingListener
+from memory_folder import MemoryFolder
 from redline.results import Measurement, Status, Trial, best, summary
 from redline.results.again import judged, measured_again
 from redline.runners import Runner
@@ -23,39 +23,25 @@ from redline.tuner.confirm import (
 from redline.tuner.search import Search
 
 
-class Memory:
-    """Keeps a run's trials in memory."""
-
-    def __init__(self, throughputs, peaks=(), spread=None):
-        self._trials = [
-            Trial(
-                number=number,
-                config=Config({"micro_batch": number}),
-                sampler="random" if number else "default",
-                measurement=Measurement(
-                    status=Status.OK,
-                    throughput=throughput,
-                    unit="tokens/s",
-                    peak_memory_mib=peaks[number] if peaks else None,
-                    memory_limit_mib=1000.0,
-                    seconds_total=1.0,
-                    step_ms=1.0 if spread else None,
-                    step_ms_spread=spread,
-                ),
-            )
-            for number, throughput in enumerate(throughputs)
-        ]
-        self._first = {}
-
-    def trials(self):
-        return list(self._trials)
-
-    def remeasure(self, number, throughputs, failure=None):
-        first = self._first.setdefault(number, self._trials[number].measured)
-        self._trials[number] = judged(self._trials[number], throughputs, failure, initial=first)
-
-    def log_path(self, number):
-        return SimpleNamespace(with_suffix=lambda suffix: None)
+def folder_of(throughputs, peaks=(), spread=None):
+    return MemoryFolder(
+        Trial(
+            number=number,
+            config=Config({"micro_batch": number}),
+            sampler="random" if number else "default",
+            measurement=Measurement(
+                status=Status.OK,
+                throughput=throughput,
+                unit="tokens/s",
+                peak_memory_mib=peaks[number] if peaks else None,
+                memory_limit_mib=1000.0,
+                seconds_total=1.0,
+                step_ms=1.0 if spread else None,
+                step_ms_spread=spread,
+            ),
+        )
+        for number, throughput in enumerate(throughputs)
+    )
 
 
 class Machine(Runner):
@@ -87,7 +73,7 @@ def search(folder, runner, seconds=None, listener=None):
 
 
 def confirm(first, true=None, *, peaks=(), spread=None, seconds=None, kind=Machine, **machine):
-    folder, listener = Memory(first, peaks, spread), RecordingListener()
+    folder, listener = folder_of(first, peaks, spread), RecordingListener()
     runner = kind(true or first, **machine)
     search(folder, runner, seconds, listener).confirm()
     return folder.trials(), runner.order, listener.messages
@@ -234,7 +220,7 @@ def test_the_pair_is_measured_further_while_the_interval_of_its_gain_includes_1(
 def test_re_measurements_of_an_earlier_process_are_not_compared_with_those_of_this_one():
     """Trial 4 is found after the search was resumed, on a machine that is slower now; trial 3 is no contender now."""
     throughputs = [50.0, 1000.0, 950.0, 900.0, 1010.0]
-    folder = Memory(throughputs)
+    folder = folder_of(throughputs)
     for number in range(4):
         folder.remeasure(number, [throughputs[number]] * 3)
     search(folder, Machine(throughputs, speed=lambda call: 0.8)).confirm()
@@ -250,7 +236,7 @@ def test_an_interrupted_first_round_does_not_count():
                 raise KeyboardInterrupt
             return super().run(request)
 
-    folder = Memory([50.0, 100.0, 99.0, 98.0])
+    folder = folder_of([50.0, 100.0, 99.0, 98.0])
     with pytest.raises(KeyboardInterrupt):
         search(folder, Interrupted([50.0, 70.0, 99.0, 98.0])).confirm()
     assert summary.best(folder.trials()).throughput == 100.0

@@ -2,18 +2,17 @@
 
 import csv
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import redline as rl
 import yaml
 from listeners import RecordingListener
+from memory_folder import MemoryFolder
 from redline.base.errors import UsageError
 from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.knobs.layers import of_blocks
 from redline.models.huggingface import hugging_face
 from redline.results import Measurement, Status, Trial, View, summary
-from redline.results.again import judged
 from redline.results.measurement import REFINEMENT
 from redline.runners import Runner
 from redline.space import Config, Space
@@ -23,39 +22,12 @@ from redline.tuner.refinement import refiner
 from redline.tuner.search import Refinement, Search
 
 
-class Memory:
-    """Keeps a run's trials in memory."""
-
-    def __init__(self, throughputs):
-        self._trials = []
-        for number, throughput in enumerate(throughputs):
-            self.start(Config(checkpoint_ratio=number / 4), sampler="bayes" if number else "default")
-            self.finish(number, Measurement(status=Status.OK, throughput=throughput))
-
-    def trials(self):
-        return list(self._trials)
-
-    def start(self, config, *, sampler, predicted_throughput=None, predicted_memory_mib=None):
-        self._trials.append(
-            Trial(
-                number=len(self._trials),
-                config=config,
-                sampler=sampler,
-                predicted_throughput=predicted_throughput,
-                predicted_memory_mib=predicted_memory_mib,
-            )
-        )
-        return self._trials[-1]
-
-    def finish(self, number, measurement):
-        self._trials[number] = replace(self._trials[number], measurement=measurement)
-        return self._trials[number]
-
-    def remeasure(self, number, throughputs, failure=None):
-        self._trials[number] = judged(self._trials[number], throughputs, failure)
-
-    def log_path(self, number):
-        return SimpleNamespace(with_suffix=lambda suffix: None)
+def folder_of(throughputs):
+    folder = MemoryFolder()
+    for number, throughput in enumerate(throughputs):
+        folder.start(Config(checkpoint_ratio=number / 4), sampler="bayes" if number else "default")
+        folder.finish(number, Measurement(status=Status.OK, throughput=throughput))
+    return folder
 
 
 class Measures(Runner):
@@ -75,7 +47,7 @@ class Measures(Runner):
 
 
 def searched(throughputs, outcome, found="0-3:ckpt"):
-    folder, listener = Memory(throughputs), RecordingListener()
+    folder, listener = folder_of(throughputs), RecordingListener()
     runner = Measures(folder, outcome)
     search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1), listener=listener)
     made = found and Refinement(config=Config(strategy=found), predicted_throughput=150.0, summary="so many more")

@@ -1,15 +1,14 @@
 """A winner that fails on batches of varied lengths is found before it is reported; the next one that passes is reported."""
 
 import csv
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import redline as rl
 import yaml
+from memory_folder import MemoryFolder
 from redline.base.errors import UsageError
 from redline.results import Measurement, Status, Trial
-from redline.results.again import judged
 from redline.runners import Runner
 from redline.runners.trial.soak import SLACK, SoakPlan
 from redline.space import Config
@@ -156,27 +155,15 @@ def test_a_soak_has_no_part_in_what_trains_by_itself_or_is_not_run():
         rl.tune("gpt2-tiny", runner="simulate", hardware="h100-80gb", soak=True)
 
 
-class Memory:
-    """Keeps a run's trials in memory."""
-
-    def __init__(self, throughputs):
-        self._trials = [
-            Trial(
-                number=number,
-                config=Config(micro_batch=number),
-                measurement=Measurement(status=Status.OK, throughput=throughput, step_ms=10.0, seconds_total=1.0),
-            )
-            for number, throughput in enumerate(throughputs)
-        ]
-
-    def trials(self):
-        return list(self._trials)
-
-    def remeasure(self, number, throughputs, failure=None):
-        self._trials[number] = judged(self._trials[number], throughputs, failure)
-
-    def log_path(self, number):
-        return SimpleNamespace(with_suffix=lambda suffix: None)
+def folder_of(throughputs, step_ms=10.0):
+    return MemoryFolder(
+        Trial(
+            number=number,
+            config=Config(micro_batch=number),
+            measurement=Measurement(status=Status.OK, throughput=throughput, step_ms=step_ms, seconds_total=1.0),
+        )
+        for number, throughput in enumerate(throughputs)
+    )
 
 
 class Soaks(Runner):
@@ -196,8 +183,7 @@ class Soaks(Runner):
 
 def soaked(throughputs, holding, seconds=None, **given):
     """Runs a search with a soak. Returns its folder, its runner and its messages."""
-    folder = throughputs if isinstance(throughputs, Memory) else Memory(throughputs)
-    runner, messages = Soaks(holding), []
+    folder, runner, messages = folder_of(throughputs), Soaks(holding), []
     search = Search(
         run_folder=folder,
         sampler=SimpleNamespace(name="none", space=None),
@@ -235,12 +221,7 @@ def test_a_soak_is_given_the_time_its_steps_may_take():
 
 
 def test_trials_end_in_time_for_the_soak():
-    class Folder(Memory):
-        def pending(self):
-            return []
-
-    slow = Folder([5.0])
-    slow._trials[0] = replace(slow._trials[0], measurement=replace(slow._trials[0].measured, step_ms=1000.0))
+    slow = folder_of([5.0], step_ms=1000.0)
 
     def ended(plan):
         search = Search(

@@ -109,6 +109,17 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
             samples(name, "sh t.sh")
 
 
+def test_a_command_with_the_knobs_that_it_has_is_the_user_s_own_unless_a_file_of_it_is_rendered(tmp_path):
+    (tmp_path / "a.yaml").write_text("x: '{micro_batch}'\n")
+    space = Space()
+    space.choice("micro_batch", [2, 4])
+    for render, added in ((), False), ((str(tmp_path / "a.yaml"),), True):
+        asked = Command(command="sh t.sh", launcher="trainer", render=render)
+        work = Commands(asked, space, devices=1, command_knobs={"micro_batch": 2})
+        assert ("--per_device_train_batch_size 2" in work.rendered(space.config(micro_batch=2), 0, Path())) is added
+        assert "--per_device_train_batch_size 4" in work.rendered(space.config(micro_batch=4), 0, Path())
+
+
 def test_a_run_is_not_made_short_twice():
     assert "--train-iters" not in words("megatron", "sh t.sh --train-samples 1000")
     assert "--train-iters" in words("megatron", "sh t.sh")

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 from redline.base.errors import UsageError
-from redline.runners.command.objective import Objective, Requirement, smaller_is_better
+from redline.runners.command.objective import Objective, Requirement, smaller_is_better, usable
 from redline.runners.command.reading import Appended, StepNumbers, lines_for, number
 from redline.runners.command.suggestion import suggestion
 from tqdm import tqdm
@@ -288,6 +288,10 @@ def test_an_earlier_run_s_lines_are_ignored(tmp_path, before, mode, more, expect
 def test_reported_metrics_become_a_cost_and_a_throughput(objective, value, cost, throughput, unit):
     assert objective.cost(value) == cost and objective.throughput(cost) == throughput and objective.unit == unit
     assert objective.cost_of(throughput) == pytest.approx(cost)
+
+
+def test_a_value_that_is_no_positive_number_is_no_objective():
+    assert [usable(value) for value in (0.5, 0.0, -1.0, math.inf, math.nan)] == [True, *[False] * 4]
 
 
 @pytest.mark.parametrize(
