@@ -247,7 +247,7 @@ def eleven(tmp_path_factory, disk):
     return write_report(disk.write_search(tmp_path_factory.mktemp("eleven") / "run", outcomes))
 
 
-@pytest.mark.parametrize("width", [320, 390, 600, 768, 900, 1024, 1280, 1600])
+@pytest.mark.parametrize("width", [320, 768, 1600])
 def test_no_label_of_eleven_knobs_is_clipped(tab, eleven, width):
     tab.set_viewport_size({"width": width, "height": 900})
     tab.goto(eleven.as_uri())

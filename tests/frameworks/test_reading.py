@@ -1018,17 +1018,6 @@ def test_sizes_of_unset_variables_are_unknown(folder):
     }  # fmt: skip
 
 
-def test_the_torchtitan_command_that_redline_exports_is_read(folder):
-    (folder / "t.sh").write_text(
-        'CONFIG="${CONFIG:-llama3_8b}"\nread -ra launcher <<< "${LAUNCH:-}"\n'
-        '((${#launcher[@]})) || launcher=(torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint "$A:${MASTER_PORT:-29500}")\n'
-        'exec "${launcher[@]}" -m torchtitan.train --module llama3 --config "$CONFIG" "$@" activation_checkpoint:none\n'
-    )
-    found = read("t.sh")
-    assert (found.framework, found.model, found.devices) == ("torchtitan", "llama3-8b", 16)
-    assert found.config["checkpoint_ratio"] == 0
-
-
 @pytest.mark.parametrize(
     ("file", "text", "given", "total", "wanted", "lines"),
     [

@@ -92,21 +92,13 @@ def test_mfu_is_of_the_peak_at_the_precision():
     ("name", "memory_mib", "expected"),
     [
         ("NVIDIA A100-SXM4-40GB", 40_326, "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", 81_153, "a100-80gb"),
         ("Tesla V100-SXM2-16GB", 16_151, "v100-16gb"),
         ("NVIDIA GeForce RTX 4090", 24_217, "rtx-4090"),
-        ("NVIDIA L4", 22_731, "l4"),
-        ("NVIDIA A10G", 22_731, "a10g"),
-        ("AMD Instinct MI300X", 196_288, "mi300x"),
         ("NVIDIA H100 PCIe", 81_079, None),
-        ("NVIDIA H200 NVL", 143_771, None),
         ("Tesla V100-PCIE-32GB", 32_510, None),
-        ("NVIDIA H200", 143_771, "h200-141gb"),
-        ("NVIDIA B300 SXM6 AC", 275_040, "b300"),
         ("NVIDIA A100-PCIE-40GB", 40_960, "a100-40gb"),
         ("NVIDIA RTX 6000 Ada Generation", 49_140, "rtx-6000-ada"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4_864, None),
-        ("NVIDIA L40S", 45_589, "l40s"),
     ],
 )
 def test_a_device_is_recognised_by_what_its_driver_calls_it(name, memory_mib, expected):

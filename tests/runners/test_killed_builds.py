@@ -58,6 +58,7 @@ def test_a_released_and_taken_lock_stays(extension):
     assert (extension / "lock").exists()
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_killed_while_it_builds(extension, tmp_path):
     def fn(config):
         exec(
@@ -73,6 +74,7 @@ def test_a_trial_that_is_killed_while_it_builds(extension, tmp_path):
     assert not (extension / "lock").exists()
 
 
+@pytest.mark.slow
 def test_a_command_that_is_killed_while_it_builds(extension, tmp_path):
     command = rl.Command(command=f"{sys.executable} {tmp_path / 'build.py'} {extension} {{a}}", metric="speed")
     (trial,) = rl.tune(command, override={"a": [1]}, trials=1, trial_timeout="15s", out=tmp_path / "run").all_trials

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from clusters import ONE_CORE, described, gpus, joined
 
+pytestmark = pytest.mark.slow
 LOGIN = {"num_cpus": 0}
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"
 
@@ -144,7 +145,6 @@ def test_a_training_uses_the_devices_of_its_run_if_the_cluster_has_them(two_kind
     assert done.stdout.strip() == str([A100, H100, H100]), done.stderr
 
 
-@pytest.mark.slow
 def test_a_kind_that_is_named_is_kept_by_a_resume_and_has_fewer_devices(two_kinds, tmp_path):
     run = tmp_path / "run"
     output = search(f"search(where, out={str(run)!r}, trials=1, device_kind='a100')", two_kinds)
@@ -237,7 +237,6 @@ def test_an_address_of_ray_client_is_refused_with_the_address_to_give():
     assert "ray start --address=HOST:6379" in output
 
 
-@pytest.mark.slow
 def test_the_output_of_trials_on_other_nodes_arrives_while_they_run(one_core, tmp_path):
     code = f"""
         def fn(config):
@@ -256,7 +255,6 @@ def test_the_output_of_trials_on_other_nodes_arrives_while_they_run(one_core, tm
     process.communicate(timeout=60)
 
 
-@pytest.mark.slow
 def test_a_lost_node_is_waited_for_while_others_use_the_rest(tmp_path):
     code = """
         def fn(config):

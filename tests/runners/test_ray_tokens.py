@@ -7,6 +7,7 @@ import sys
 import pytest
 from clusters import joined
 
+pytestmark = pytest.mark.slow
 TOKEN = "a" * 64
 JOINS = """
 import sys
@@ -53,7 +54,6 @@ def test_a_token_in_the_default_file_joins_the_cluster_at_an_address(guarded, tm
     assert join(guarded, write_token(tmp_path, TOKEN)) == ["None", "1000000"]
 
 
-@pytest.mark.slow
 def test_a_token_in_the_environment_or_in_a_file_that_it_names_joins_too(guarded, tmp_path):
     (tmp_path / "mine").write_text(TOKEN)
     assert join(guarded, tmp_path, RAY_AUTH_TOKEN=TOKEN) == ["None", "1000000"]
@@ -74,7 +74,6 @@ def test_another_token_and_disabled_tokens_are_named(guarded, tmp_path):
     assert line == f"the Ray cluster at '{guarded}' requires a token, but RAY_AUTH_MODE=disabled disables them"
 
 
-@pytest.mark.slow
 def test_a_token_of_this_host_does_not_disturb_a_cluster_without_tokens(tmp_path):
     with joined(RAY_AUTH_MODE="disabled") as (address, _):
         assert join(address, write_token(tmp_path, TOKEN)) == ["None", "1000000"]

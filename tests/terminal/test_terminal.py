@@ -287,23 +287,6 @@ def test_make_tune_in_a_fresh_clone(tmp_path):
     assert "Traceback" not in shown.text
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
-def test_make_tune_with_what_is_installed(tmp_path):
-    """Runs `make tune` from a clone, without installing anew."""
-    venv = Path(sys.prefix)
-    stamp = venv / ".installed"
-    if not stamp.exists():
-        pytest.skip("not installed by make")
-    folder = clone(tmp_path / "redline")
-    arguments = "ARGS=--trials 1 --measure-time 50ms --seq-len 16 --runner local"
-    # -o: the installation counts as current, though the clone's files are newer.
-    shown = Terminal(["make", "-o", str(stamp), "tune", f"VENV={venv}", arguments], cwd=folder, columns=100)
-    ended_well(shown)
-    shown.record(RECORDINGS / "make-tune-quick.cast")
-    assert "winner   trial 0" in shown.text and (folder / "runs" / "gpt2-tiny" / "best.yaml").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("term", ["xterm-256color", pytest.param("dumb", marks=pytest.mark.exhaustive)])
 def test_a_terminal_that_goes_away_ends_the_search_with_what_was_found(place, term):

@@ -20,7 +20,8 @@ def test_durations_that_are_none(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "mib"), [("8GiB", 8192), ("512MiB", 512), ("1.5G", 1536), ("1 gib", 1024), (700, 700), ("1GB", 953.67)]
+    ("text", "mib"),
+    [("8GiB", 8192), ("512MiB", 512), ("1.5G", 1536), ("1 gib", 1024), (700, 700), ("1GB", 953.67), ("500MB", 476.84)],
 )
 def test_amounts_of_memory(text, mib):
     assert parse_memory(text) == pytest.approx(mib, rel=1e-4)

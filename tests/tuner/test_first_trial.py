@@ -19,7 +19,7 @@ LLAMA_8B = Shape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, interm
 HEADROOM = 0.05
 
 
-def make_space(devices=64, total=512):
+def make_space(devices=64, total=512, micro_batch=8):
     """The standard knobs as in a default space on GPUs, lossy values allowed."""
     space = Space()
     if devices > 1:
@@ -28,7 +28,7 @@ def make_space(devices=64, total=512):
         dp = space.derive("dp", devices // (tp * pp))
         space.require(tp * pp * dp == devices)
         space.choice("zero", [0, 1, 2, 3], when=dp > 1)
-    micro = space.choice("micro_batch", [1, 2, 4, 8, 16], default=8)
+    micro = space.choice("micro_batch", [1, 2, 4, 8, 16], default=micro_batch)
     space.choice("checkpoint_ratio", [0.0, 0.5, 1.0])
     space.choice("precision", ["fp32", "bf16_pure", "bf16"])
     space.choice("offload", ["none", "optimizer"])
@@ -103,6 +103,8 @@ def test_the_ladder_has_its_order_and_is_never_lossy():
         assert sizes == sorted(sizes, reverse=True) and max(sizes) <= 8
         assert all(config in space and config["precision"] != "bf16_pure" for config in rung)
     assert rungs[0][0]["micro_batch"] == 4, "the default itself was looked at before"
+    second = list(ladder(make_space(micro_batch=2)))[1]
+    assert second[0]["micro_batch"] == 8, "each rung begins with the Trainer's micro-batch"
 
 
 def test_fixed_knobs_stay_fixed():

@@ -4,9 +4,7 @@ import ctypes
 import math
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -187,31 +185,3 @@ def test_unsupported_options_of_isolation_are_refused(options, message, tmp_path
 def test_a_workload_is_always_isolated():
     with pytest.raises(rl.UsageError, match="isolate=False is for a callable"):
         rl.tune("gpt2-tiny", isolate=False)
-
-
-@pytest.mark.slow
-def test_ray_runs_the_calls_on_request(tmp_path):
-    script = """
-    import os, sys
-    import redline as rl
-
-    space = rl.Space()
-    space.choice("how", ["returns", "exits"])
-
-    def fn(config):
-        if config["how"] == "exits":
-            os._exit(5)
-        parents = open(f"/proc/{os.getppid()}/cmdline").read()
-        return 1.0 if "redline.runners.host.agent" in parents else 0.5
-
-    result = rl.tune(fn, space, trials=2, sampler="grid", runner="ray", out=sys.argv[1])
-    print(sorted((t.config["how"], str(t.measurement.status), t.measurement.throughput) for t in result.all_trials))
-    import ray
-    print(ray.is_initialized(), open(sys.argv[1] + "/run.yaml").read().count("runner: ray"))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    found, rest = done.stdout.splitlines()
-    assert found == "[('exits', 'crash', None), ('returns', 'ok', 1.0)]"
-    assert rest == "False 1"

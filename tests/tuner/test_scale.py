@@ -168,6 +168,7 @@ def test_a_callable_knows_nothing_of_devices():
         rl.scale(lambda config: 1.0, "1,2")
 
 
+@pytest.mark.slow
 def test_the_command_line_shows_a_line_a_count(capsys, tmp_path):
     common = ["--runner", "local", "--trials", 1, "--seq-len", 16, "--measure-time", "50ms", "--fix", "fusion=false"]
     code, out, _ = run(

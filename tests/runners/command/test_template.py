@@ -65,6 +65,7 @@ def test_values_are_inserted_in_place_and_words_stay_separate(space, text, expec
 
 def test_a_command_of_several_hosts_takes_what_differs_from_variables(space):
     text = "torchrun --node-rank {node_rank} --at={master_addr}:{master_port} {name} {micro_batch} -n {hosts}"
+    text += " --nproc-per-node {devices_per_host}"
     work = Commands(Command(command=text), _only(space, "name", "micro_batch"), devices=4)
     shown = work.training_command({"name": "two words", "micro_batch": 8}, 0, Path("/o"), hosts=2)
     done = subprocess.run(
@@ -72,7 +73,7 @@ def test_a_command_of_several_hosts_takes_what_differs_from_variables(space):
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines() == [
-        *("torchrun", "--node-rank", "1", "--at=a b:29500", "two words", "8", "-n", "2"),
+        *("torchrun", "--node-rank", "1", "--at=a b:29500", "two words", "8", "-n", "2", "--nproc-per-node", "2"),
     ]
 
 
