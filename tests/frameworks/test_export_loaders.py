@@ -724,6 +724,21 @@ def test_stages_that_megatron_is_given_by_their_layers_stay_as_many():
     assert trainer.changed({**trainer.config, "micro_batch": 2, "grad_accum": 16}) is not None
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_megatron_is_told_the_models_sizes(model):
+    made = parse(megatron_arguments(model, "one device")[0])
+    configuration = architecture(model).configuration()
+    assert made.num_layers == configuration.num_hidden_layers
+    assert made.hidden_size == configuration.hidden_size
+    assert made.num_attention_heads == configuration.num_attention_heads
+    assert made.vocab_size == configuration.vocab_size
+    assert made.max_position_embeddings == configuration.max_position_embeddings
+    assert made.untie_embeddings_and_output_weights is not configuration.tie_word_embeddings
+    groups = getattr(configuration, "num_key_value_heads", configuration.num_attention_heads)
+    assert (made.num_query_groups or configuration.num_attention_heads) == groups
+    assert made.group_query_attention is (groups != configuration.num_attention_heads)
+
+
 @pytest.mark.parametrize("model", ["llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "gpt2"])
 def test_megatrons_model_has_the_parameters_of_the_preset(model):
     """The count is computed from the flags by the structure of Megatron's GPT."""

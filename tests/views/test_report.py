@@ -317,6 +317,15 @@ def test_the_page_is_one_file_that_fetches_nothing(run):
     assert len(text) < 300_000
 
 
+def test_every_export_can_be_copied(run):
+    from redline.frameworks import export_targets
+
+    found = {each["target"]: each for each in document(RunFiles.read(run))["exports"]}
+    assert set(found) == set(export_targets())
+    assert json.loads(found["json"]["text"])
+    assert "micro_batch" in found["yaml"]["text"]
+
+
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!--"
 
 
