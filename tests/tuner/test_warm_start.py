@@ -146,6 +146,14 @@ def test_a_run_of_another_model_is_refused(there, reason):
         taken(space, earlier(space), other(**there))
 
 
+def test_the_error_of_a_run_of_another_task_is_what_its_correlation_leaves_open():
+    """With f = w f_r + e of equal variances, e has the deviation sqrt(1 - w^2), here relative to the mean w f_r."""
+    space = make_space()
+    table = warm_start(space, earlier(space), H100).table(list(space))
+    expected = np.log(table.throughput) * np.sqrt(1 - ELSEWHERE**2) / ELSEWHERE
+    assert table.log_throughput_effects[:, -1] == pytest.approx(expected)
+
+
 def test_what_a_program_trains_is_not_known():
     space = make_space()
     one, two = ({**HERE, "model": name, "workload": {"callable": name}} for name in ("fn", "gn"))
