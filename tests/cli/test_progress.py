@@ -143,6 +143,11 @@ def test_the_end_counts_failures_with_the_first_reason_and_does_not_praise_the_d
     assert "gain     none: only the default configuration was tried" in capsys.readouterr().out
 
 
+def test_a_default_that_failed_is_named_with_its_reason(capsys):
+    ended(Measurement(status=Status.OOM, reason="no room for the logits"), ok(2.0))
+    assert "default  oom (no room for the logits)" in capsys.readouterr().out
+
+
 def test_the_end_has_a_gain_with_its_interval_and_names_one_that_is_not_shown(capsys):
     ended(ok(627.4, 0.068), ok(763.8, 0.2))
     assert "no measurable gain (1.22x ± 0.26)" in capsys.readouterr().out

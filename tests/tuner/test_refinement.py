@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 import redline as rl
-import yaml
 from listeners import RecordingListener
 from memory_folder import MemoryFolder
 from redline.base.errors import UsageError
 from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.knobs.layers import of_blocks
-from redline.models.huggingface import hugging_face
-from redline.results import Measurement, Status, Trial, View, summary
+from redline.results import Measurement, Status, Trial, summary
 from redline.results.measurement import REFINEMENT
 from redline.runners import Runner
 from redline.space import Config, Space
@@ -150,38 +148,6 @@ def test_a_simulated_search_refines_its_winner(tmp_path):
     assert [len(each.trials) for each in read_runs([out])] == [2]
     again = rl.tune("gpt2-medium", trials=2, resume=True, **asked)
     assert len(again.all_trials) == 3 and "knob.strategy" in again.trials
-
-
-@pytest.mark.exhaustive
-def test_on_this_cpu_a_refined_winner_is_tried_within_the_limit_and_wins_if_it_is_faster(tmp_path):
-    from transformers import LlamaConfig
-
-    shape = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
-    small = LlamaConfig(**shape, num_hidden_layers=12, vocab_size=512, max_position_embeddings=64)
-    workload = hugging_face(small, name="small", seq_len=64, global_batch=32)
-    fix = {"micro_batch": 32, "precision": "fp32", "attention": "sdpa", "fused_optimizer": True, "fusion": False,
-           "kernels": False}  # fmt: skip
-    asked = {
-        "runner": "local", "override": {"checkpoint_ratio": [0.0, 1.0]}, "trials": 2, "patience": 0,
-        "measure_time": "0.5s", "fix": fix,
-    }  # fmt: skip
-    free = rl.tune(workload, **asked).trials.set_index("knob.checkpoint_ratio").peak_memory_mib
-    assert free[1.0] < 0.8 * free[0.0]
-    # All blocks recomputed fit; none recomputed do not.
-    limit = free[1.0] + 0.75 * (free[0.0] - free[1.0])
-    out = tmp_path / "run"
-    result = rl.tune(workload, memory_limit=limit, layerwise=True, out=out, **asked)
-    *plain, refined = result.all_trials
-    nothing, everything = sorted(plain, key=lambda each: each.config["checkpoint_ratio"])
-    assert str(nothing.measurement.status) == "oom" and everything.ok
-    assert refined.sampler == REFINEMENT
-    assert 0 < sum(each.ckpt for each in of_blocks(refined.config["strategy"], 12)) < 12
-    assert refined.ok and refined.measurement.peak_memory_mib <= limit
-    faster = refined.measurement.throughput > everything.measurement.throughput
-    assert (result.best.trial.number == refined.number) == faster
-    assert len(View(out, make_config=Config).trials()) == 3
-    best = yaml.safe_load((out / "best.yaml").read_text())
-    assert best["best"]["configuration"] == dict(result.best.config)
 
 
 def test_a_uniform_refinement_is_tried_only_if_it_was_not_measured():

@@ -62,14 +62,6 @@ def test_nothing_feasible_has_a_reason():
         _ = result.winner.config
 
 
-def test_the_search_ends_when_the_space_is_exhausted():
-    space = rl.Space()
-    space.choice("x", [1, 2, 3])
-    result = tune(lambda config: float(config["x"]), space, trials=100)
-    assert len(result.all_trials) == 3
-    assert result.ended == "every valid configuration was tried"
-
-
 def test_time_ends_the_search():
     result = tune(speed, make_space(), time=0.3, sampler="random")
     assert result.best is not None

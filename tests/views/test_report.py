@@ -225,27 +225,6 @@ def test_a_needed_column_that_is_missing_is_named(tmp_path, missing):
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("rows", "reason"),
-    [
-        ([], ""),
-        ([{"trial": 0, "status": "ok", "throughput": 5}], ""),
-        ([{"trial": 0, "status": "oom", "throughput": ""}, {"trial": 1, "status": "crash", "throughput": ""}],
-         "none of 2 trials succeeded: 1 oom, 1 crash."),
-    ],
-    ids=["none", "one", "no success"],
-)  # fmt: skip
-def test_a_report_is_made_of_few_trials_and_of_no_success(tmp_path, rows, reason):
-    (tmp_path / "run.csv").write_text("trial,status,throughput\n")
-    if rows:
-        write_csv(tmp_path / "run.csv", rows)
-    found = embedded(write_report(tmp_path / "run.csv").read_text())
-    assert found["headline"]["trials"] == len(rows)
-    assert bool(found["headline"]["winner"]) == (len(rows) == 1)
-    if reason:
-        assert found["headline"]["why"].startswith(reason)
-
-
 def test_another_format_is_refused_by_name_but_its_table_can_be_shown(run):
     asked = yaml.safe_load((run / "run.yaml").read_text())
     for version, words in ((0, "format is 0"), (None, "format is None"), (99, "newer redline .format 99")):
