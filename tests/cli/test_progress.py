@@ -155,6 +155,13 @@ def test_the_end_has_a_gain_with_its_interval_and_names_one_that_is_not_shown(ca
     assert "gain     1.22x ± 0.03" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("launcher", "advised"), [("", True), ("trainer", True), ("axolotl", False), (None, False)])
+def test_an_export_is_advised_for_a_model_and_for_trainers_that_have_one(capsys, tmp_path, launcher, advised):
+    result = make_result([trial(0, 1.0)], ["a"], folder=tmp_path, ended="done", interrupted=False)
+    print_result(result, launcher=launcher)
+    assert ("redline export" in capsys.readouterr().out) is advised
+
+
 def failed(number, status, reason, **more):
     measurement = Measurement(status=status, reason=reason, **more)
     return Trial(
