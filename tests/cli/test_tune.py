@@ -197,7 +197,6 @@ for rows in DataLoader(torch.randn(4000, 8), batch_size=4):
     assert float(row["samples_per_second"]) == pytest.approx(4e3 / step_ms, rel=0.01) and step_ms < 40
 
 
-@pytest.mark.slow
 def test_values_that_yaml_would_take_for_others_stay_words(checkout, capsys):
     Path("train.py").write_text("import sys\nassert sys.argv[1] in ('no', 'off')\nprint('value', len(sys.argv[1]))\n")
     command = f"{shlex.quote(sys.executable)} train.py {{compile}}"
@@ -241,7 +240,6 @@ def test_a_bounded_metric_is_shown_for_every_trial_and_the_winner(checkout, caps
     assert [row["reason"] for row in csv.DictReader(open("again/trials.csv"))] == ["p99_ms = 180"]
 
 
-@pytest.mark.slow
 def test_the_winner_s_command_runs_as_it_is_printed(checkout, capsys):
     Path("train.py").write_text("""
 import json, pathlib, sys
@@ -273,7 +271,6 @@ print("value", sys.argv[1])
 """
 
 
-@pytest.mark.slow
 def test_every_measurement_has_an_empty_folder(checkout, capsys):
     Path("train.py").write_text(REFUSES)
     command = f"{shlex.quote(sys.executable)} train.py {{clients}} {{trial_dir}}"

@@ -112,7 +112,6 @@ def test_the_compiler_is_imported_if_a_candidate_may_compile(options, compiles):
     assert search_setup.may_compile(made_by(lambda: nn.Linear(2, 2)), task.space)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("runner", "module"), [("local", "redline.runners.host.agent"), ("ray", "redline.runners.place.ray_driver")]
 )

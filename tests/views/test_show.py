@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from redline.base.errors import UsageError
 from redline.results import Measurement, Status, View, listing
 from redline.views.show import render
 from rich.cells import cell_len
@@ -158,6 +159,21 @@ def test_asked_columns_are_the_table(run):
     text = shown(run, selection=listing.Selection(columns=("trial", "loss", "micro_batch"), statuses=("ok",)))
     lines = [line.split() for line in text.splitlines()[6:]]
     assert lines == [["trial", "loss", "micro_batch"], ["1", "2"], ["0", "1"]]
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        ({"sort": "trhoughput"}, "unknown column 'trhoughput'; did you mean 'throughput'"),
+        ({"sort": "-micro_bach"}, "did you mean 'micro_batch'"),
+        ({"columns": ("knob.fusoin",)}, "did you mean"),
+        ({"statuses": ("oomm",)}, "unknown status 'oomm'; did you mean 'oom'"),
+        ({"top": 0}, "top must be at least 1"),
+    ],
+)
+def test_missing_trials_are_named(run, selection, message):
+    with pytest.raises(UsageError, match=message):
+        shown(run, selection=listing.Selection(**selection))
 
 
 def test_a_sparkline_keeps_its_ends_at_any_width():
