@@ -211,6 +211,7 @@ def test_no_room_too_few_devices_and_a_broken_cluster_are_three_different_ends(o
     assert few.returncode == 2 and "2 trials at once need 2 CPUs, but the Ray cluster has 1" in few.stderr
     broken = command_line("127.0.0.1:1", "--out", str(tmp_path / "broken"))
     assert broken.returncode == 1 and "joining the Ray cluster at '127.0.0.1:1' failed" in broken.stderr
+    assert "`--runner local` works without Ray" in broken.stderr
 
 
 @pytest.mark.skipif(
