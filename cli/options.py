@@ -15,7 +15,7 @@ from ..base.removed import replacement
 from ..runners.command.command import Command
 from ..tuner.request.options import Request
 
-TRAINERS = ("redline", "fsdp", "megatron", "megatron-bridge", "nanotron", "deepspeed", "torchtitan", "trainer")
+TRAINERS = ("redline", "fsdp", "megatron", "megatron-bridge", "libai", "nanotron", "deepspeed", "torchtitan", "trainer")
 """Trainers whose facts an estimate can assume, from `redline.estimator.trainers`, which commands do not import for
 their help.
 """

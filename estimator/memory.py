@@ -29,6 +29,10 @@ MEMORY_TERMS = (
 """
 DRAWN = 4.0
 """Bytes of a weight when it is initialised."""
+NORM = 8.0
+"""Bytes of an element of the gradient whose norm DeepSpeed computes."""
+SUB_GROUP = 1e9
+"""Elements that DeepSpeed updates at a time under ZeRO 3 (`sub_group_size`)."""
 
 
 def peak_memory(
@@ -340,12 +344,7 @@ def _with_gradients_that_come_and_go(
     transient = (rank.cols.grad_accum == 1) & (checkpoints + activations + loss + recomputation > 0)
     blocks = np.maximum(sum(count for _, count in rank.stage.blocks), 1)
     at_end = gradients + recomputation + (activations + checkpoints) / blocks
-    head = sum(
-        (item.k * item.n * item.count / (rank.tp if item.split != "none" else 1.0)
-         for part in rank.stage.ends for item in part.matmuls),
-        start=rank.none,
-    )  # fmt: skip
-    only_head = np.minimum(head, rank.trained) * rank.form.gradient
+    only_head = np.minimum(_of_ends(rank), rank.trained) * rank.form.gradient
     at_loss = np.where(rank.cols.zero >= 2, gathered, buffers)
     late = transient & (at_end + buffers > activations + checkpoints + loss + recomputation + only_head + at_loss)
     return {
@@ -359,22 +358,47 @@ def _with_gradients_that_come_and_go(
 
 def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
     """Memory of the update beyond what has been freed by then: an optimizer that loops over parameters copies one state at a
-    time; DeepSpeed flattens and widens a rank's gradients at ZeRO 1 and 2 (runtime/zero/stage_1_and_2.py, `step`)."""
+    time."""
     form = rank.form
     unneeded = rank.cols.fused_optimizer | (rank.cols.offload == "optimizer")
-    updating = np.where(
-        unneeded, 0.0, _stored_parameters(rank, "optimizer") * rank.trained_share * max(form.master, form.parameter)
-    )
-    if rank.setup.deepspeed_offload and form.master:
-        widened = np.isin(rank.cols.zero, (1, 2)) & (rank.cols.offload != "optimizer")
-        pieces = _stored_parameters(rank, "optimizer") * rank.trained_share
-        updating = updating + np.where(widened, pieces * (form.gradient + form.master), 0.0)
+    updated = _stored_parameters(rank, "optimizer") * rank.trained_share
+    updating = np.where(unneeded, 0.0, updated * max(form.master, form.parameter))
+    if rank.setup.deepspeed_offload:
+        updating = _update_of_deepspeed(rank, updating, updated)
     whole_gradients = _stored_parameters(rank, "gradients") * rank.trained_share * form.gradient
     comes_and_goes = (
         terms["gradients"] + terms["activations"] + terms["checkpoints"] + terms["logits and loss"]
         + terms["recomputation"] + terms["buffers"] + terms["gradient copies"]
     )  # fmt: skip
     return np.maximum(updating + whole_gradients - comes_and_goes, 0.0)
+
+
+def _update_of_deepspeed(rank: Rank, updating: np.ndarray, updated: np.ndarray) -> np.ndarray:
+    """Memory of DeepSpeed's update beside the gradients, in place of that of the optimizer's loop.
+
+    ZeRO 1 and 2 compute the norm of a gradient at a time in fp64, then flatten a rank's gradients and widen them to the master
+    weights' dtype; the gradients are freed before the optimizer's loop (runtime/zero/stage_1_and_2.py, `step`). ZeRO 3 does so
+    for `SUB_GROUP` elements at a time and keeps the gradients (runtime/zero/stage3.py, `_prepare_fp32_grad_for_sub_group`).
+    Without ZeRO all gradients are widened, then flattened (runtime/fp16/fused_optimizer.py, `step`).
+    """
+    form, zero = rank.form, rank.cols.zero
+    flattened = form.gradient + (form.master if form.master > form.gradient else 0)
+    largest = np.minimum(_of_ends(rank), updated)
+    whole = np.maximum(updated * flattened, largest * NORM)
+    looped = np.where(rank.cols.fused_optimizer, flattened, np.maximum(flattened, 2 * max(form.master, form.parameter)))
+    by_group = np.maximum(np.minimum(updated, SUB_GROUP) * looped, largest * NORM)
+    unshared = updated * 2 * form.master if form.master else updating
+    there = np.where(zero >= 3, by_group, np.where(zero >= 1, whole, unshared))
+    return np.where(rank.cols.offload == "optimizer", 0.0, there)
+
+
+def _of_ends(rank: Rank) -> np.ndarray:
+    """Elements of the products outside of blocks: the head's weight, the largest."""
+    return sum(
+        (item.k * item.n * item.count / (rank.tp if item.split != "none" else 1.0)
+         for part in rank.stage.ends for item in part.matmuls),
+        start=rank.none,
+    )  # fmt: skip
 
 
 def _build(rank: Rank) -> np.ndarray:

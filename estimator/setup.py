@@ -129,7 +129,8 @@ class TrainingSetup:
     pinned_memory: bool = True
     """True if copies to and from host memory are from pinned memory; others are slower (`Constants.pageable_share`)."""
     deepspeed_offload: bool = False
-    """True if an offloaded optimizer is DeepSpeed's: gradients are sent after every micro-batch and summed in host memory."""
+    """True if the update is DeepSpeed's: gradients are flattened and widened for it, and those of an offloaded optimizer are sent
+    after every micro-batch and summed in host memory."""
     keeps_cache: bool = False
     """True if the model returns its keys and values, as transformers' models do unless `use_cache` is off: recomputed blocks then
     keep theirs until the step ends. The model's own checkpointing turns that off, an external wrapper does not."""

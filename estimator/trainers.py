@@ -123,6 +123,14 @@ TRAINERS: Mapping[str, Trainer] = {
             # The host's speed depends on the machine: some are up to three times slower.
             constants={**_FITTED, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
         ),
+        # OneFlow's library, with Megatron-LM's layers; none of its runs was fitted.
+        Trainer(
+            name="libai",
+            reads="megatron",
+            builds=True,
+            own={"fusion": True},
+            constants={"software_std": 0.12, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
+        ),
         # NVIDIA's recipes: HybridEP or DeepEP, exchanges behind products, a balanced router (docs/performance-summary.md of
         # Megatron-Bridge); versions are those of the NeMo container.
         Trainer(
@@ -265,7 +273,7 @@ _ASSUMED: tuple[tuple[str, Any, str], ...] = (
     ("keeps_cache", True, "recomputed blocks hand out keys and values, which stay until the step ends"),
     ("offload_weights", True, "what is offloaded are pieces of weights and gradients too"),
     ("offload_activations", True, "activations are in host memory from forward to backward"),
-    ("deepspeed_offload", True, "offloaded gradients are summed in host memory after every micro-batch"),
+    ("deepspeed_offload", True, "gradients are flattened and widened at the update, offloaded ones summed in host memory"),
     ("optimizer_dtype", None, "states of the optimizer in {}"),
     ("overlap_experts", True, "exchanges between experts overlap with products"),
     ("balanced_experts", True, "all experts get equally many rows"),

@@ -50,7 +50,7 @@ def read(reader: SettingsReader) -> None:
         )
     read_stage(reader, "rl", reference=adapter is None)
     _read_plugins(reader)
-    if str(reader.get("gradient_checkpointing")).startswith("offload"):
+    if str(reader.get("gradient_checkpointing")).startswith(("offload", "unsloth")):
         reader.note(
             f"gradient_checkpointing = {reader.get('gradient_checkpointing')}: kept activations are taken to stay on the device"
         )

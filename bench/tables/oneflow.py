@@ -78,8 +78,13 @@ def _grid(row: dict[str, str], asked: dict[str, str] | None, source: str, where:
     memory = memory_mib(row[found["memory"]], "mib") if "memory" in found else None
     return _made(
         source, where, _gpt(layers, hidden, heads, 2048), config, 2048, samples,
-        memory=memory - CONTEXT_MIB if memory else None,
+        memory=memory - CONTEXT_MIB if memory else None, framework=_trainer(where),
     )  # fmt: skip
+
+
+def _trainer(where: str) -> str:
+    """OneFlow's models are those of its library LiBai, the others are Megatron-LM's."""
+    return "libai" if where.startswith("OneFlow-Language") else "megatron"
 
 
 def _gpt(layers: int, hidden: int, heads: int, length: int, **more: object) -> Shape:
@@ -119,8 +124,9 @@ def _libai(row: dict[str, str], library: str, source: str, where: str) -> Run:
               "checkpoint_ratio": float(row["act_ckpt"] == "True")}  # fmt: skip
     model = _gpt(layers, 1024, 16, length, causal=not bert)
     return _made(
-        source, f"{where} {library}", model, config, length, number(row[f"{library}_samples_s"]), device="32gb"
-    )
+        source, f"{where} {library}", model, config, length, number(row[f"{library}_samples_s"]), framework=library,
+        device="32gb",
+    )  # fmt: skip
 
 
 def _placed(row: dict[str, str], source: str, where: str) -> Run:
@@ -134,7 +140,7 @@ def _placed(row: dict[str, str], source: str, where: str) -> Run:
     config = {"tp": 1, "pp": 1, "dp": devices, "micro_batch": micro, "grad_accum": 1, "zero": int(zero[1]) if zero else 0,
               "checkpoint_ratio": 0.0}  # fmt: skip
     return _made(source, where, _gpt(12, 768, 12, 1024), config, 1024, number(row[found["samples"]]),
-                 memory=memory - CONTEXT_MIB if memory else None, framework="deepspeed" if zero else "megatron")  # fmt: skip
+                 memory=memory - CONTEXT_MIB if memory else None, framework="deepspeed" if zero else _trainer(where))  # fmt: skip
 
 
 def _bert(row: dict[str, str], half: bool, source: str, where: str) -> Run:

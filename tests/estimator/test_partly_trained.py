@@ -58,13 +58,34 @@ def test_states_of_low_rank_are_those_of_the_longer_dimension_and_a_projection()
     assert low["optimizer"] == pytest.approx(share * full["optimizer"]) and low["parameters"] == full["parameters"]
 
 
-def test_deepspeed_widens_a_ranks_gradients_at_the_update():
-    def peak(**setup):
-        found = terms(
-            FACTS, devices=4, zero=setup.pop("zero", 1), master_weights="fp32", gradient_dtype="bf16", **setup
-        )
-        return sum(found.values())
+HEAD = 32000 * 1024
+"""Elements of the head's weight."""
 
-    widened = (2 + 4) * FACTS.parameters / 4 / MIB
-    assert 0 < peak(deepspeed_offload=True, seq_len=1) - peak(seq_len=1) <= 1.2 * widened
-    assert peak(deepspeed_offload=True, zero=3) == pytest.approx(peak(zero=3))
+
+@pytest.mark.parametrize(
+    ("zero", "fused", "of_parameters", "of_head"),
+    # Flattened and widened gradients, and the norm of the head's in fp64.
+    [(0, True, 8, 0), (1, True, 6, 8), (1, False, 6, 8), (2, False, 6, 8)],
+)
+def test_deepspeed_widens_a_ranks_gradients_at_the_update(zero, fused, of_parameters, of_head):
+    formats = {"master_weights": "fp32", "gradient_dtype": "bf16", "bucket_mib": 1.0}
+    setup = {"devices": 4, "zero": zero, "fused_optimizer": fused, "seq_len": 1, "grad_accum": 2, **formats}
+    share = FACTS.parameters / (4 if zero else 1)
+    found = terms(FACTS, deepspeed_offload=True, **setup)
+    at_update = sum(
+        found.get(name, 0.0) for name in ("activations", "checkpoints", "recomputation", "logits and loss", "buffers")
+    )
+    assert at_update == pytest.approx(max(of_parameters * share, of_head * min(HEAD, share)) / MIB, rel=1e-6)
+    assert sum(terms(FACTS, deepspeed_offload=True, **{**setup, "offload": "optimizer"}).values()) < sum(found.values())
+
+
+def test_deepspeed_updates_so_many_elements_at_a_time_under_zero_3():
+    facts = ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000)
+    setup = {"devices": 4, "seq_len": 1, "grad_accum": 2, "master_weights": "fp32", "gradient_dtype": "bf16"}
+    fused, looped, at_once = (
+        terms(facts, deepspeed_offload=True, fused_optimizer=is_fused, zero=zero, **setup)["buffers"]
+        for zero, is_fused in ((3, True), (3, False), (2, True))
+    )
+    assert fused == pytest.approx(6 * 1e9 / MIB, rel=0.01)
+    assert looped == pytest.approx(8 * 1e9 / MIB, rel=0.01)  # gradients stay while the optimizer loops
+    assert at_once == pytest.approx(6 * facts.parameters / 4 / MIB, rel=0.01)
