@@ -273,7 +273,11 @@ _ASSUMED: tuple[tuple[str, Any, str], ...] = (
     ("keeps_cache", True, "recomputed blocks hand out keys and values, which stay until the step ends"),
     ("offload_weights", True, "what is offloaded are pieces of weights and gradients too"),
     ("offload_activations", True, "activations are in host memory from forward to backward"),
-    ("deepspeed_offload", True, "gradients are flattened and widened at the update, offloaded ones summed in host memory"),
+    (
+        "deepspeed_offload",
+        True,
+        "gradients are flattened and widened at the update, offloaded ones summed in host memory",
+    ),
     ("optimizer_dtype", None, "states of the optimizer in {}"),
     ("overlap_experts", True, "exchanges between experts overlap with products"),
     ("balanced_experts", True, "all experts get equally many rows"),
