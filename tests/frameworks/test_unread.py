@@ -41,8 +41,15 @@ COSTLY = (
     "cpu_offloading", "mtp_num_layers", "fp8", "activation_offloading", "use_dora", "relora", "fp8_param_gather",
     "adapter_name_or_path", "lora_rank", "galore_rank", "defaults", "zero_optimization.mics_shard_size",
     "optimizer.early_step_in_backward", "padding_free", "model.shared_embedding", "ref_model", "reward_model",
-    "sliding_window", "vision_tower",
+    "sliding_window", "vision_tower", "data_types.grad_accum_dtype",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [True, "offload", "offload_disk", "unsloth"])
+def test_every_recomputation_of_axolotl_is_read(kind):
+    settings = {"base_model": "gpt2", "sequence_len": 64, "gradient_checkpointing": kind}
+    reader = find_framework("axolotl").reading(settings, "x")
+    assert reader.knobs["checkpoint_ratio"] == 1 and "gradient_checkpointing" not in reader.facts.get("unread", ())
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
