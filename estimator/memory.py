@@ -394,11 +394,11 @@ def _update_of_deepspeed(rank: Rank, updating: np.ndarray, updated: np.ndarray) 
 
 def _of_ends(rank: Rank) -> np.ndarray:
     """Elements of the products outside of blocks: the head's weight, the largest."""
-    return sum(
-        (item.k * item.n * item.count / (rank.tp if item.split != "none" else 1.0)
-         for part in rank.stage.ends for item in part.matmuls),
-        start=rank.none,
-    )  # fmt: skip
+    elements = rank.none
+    for part in rank.stage.ends:
+        for item in part.matmuls:
+            elements = elements + item.k * item.n * item.count / (rank.tp if item.split != "none" else 1.0)
+    return elements
 
 
 def _build(rank: Rank) -> np.ndarray:
