@@ -385,7 +385,7 @@ def _update_of_deepspeed(rank: Rank, updating: np.ndarray, updated: np.ndarray) 
     flattened = form.gradient + (form.master if form.master > form.gradient else 0)
     largest = np.minimum(_of_ends(rank), updated)
     whole = np.maximum(updated * flattened, largest * NORM)
-    looped = np.where(rank.cols.fused_optimizer, flattened, np.maximum(flattened, 2 * max(form.master, form.parameter)))
+    looped = np.where(updating == 0, flattened, np.maximum(flattened, 2 * max(form.master, form.parameter)))
     by_group = np.maximum(np.minimum(updated, SUB_GROUP) * looped, largest * NORM)
     unshared = updated * 2 * form.master if form.master else updating
     there = np.where(zero >= 3, by_group, np.where(zero >= 1, whole, unshared))
