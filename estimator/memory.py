@@ -379,7 +379,7 @@ def _update_of_deepspeed(rank: Rank, updating: np.ndarray, updated: np.ndarray) 
     ZeRO 1 and 2 compute the norm of a gradient at a time in fp64, then flatten a rank's gradients and widen them to the master
     weights' dtype; the gradients are freed before the optimizer's loop (runtime/zero/stage_1_and_2.py, `step`). ZeRO 3 does so
     for `SUB_GROUP` elements at a time and keeps the gradients (runtime/zero/stage3.py, `_prepare_fp32_grad_for_sub_group`).
-    Without ZeRO all gradients are widened, then flattened (runtime/fp16/fused_optimizer.py, `step`).
+    Without ZeRO all gradients are widened, then flattened (`FP16_Optimizer.step`).
     """
     form, zero = rank.form, rank.cols.zero
     flattened = form.gradient + (form.master if form.master > form.gradient else 0)
