@@ -226,8 +226,8 @@ def test_a_reader_is_offered_nothing_to_submit_by(tab, service, expect):
 def test_the_queue_says_why_each_search_waits(tab, service, expect):
     big = service.client().post("/v1/searches", json={"request": {**SEARCH["request"], "devices": 64}}).json()["id"]
     elsewhere = service.client().post("/v1/searches", json={**SEARCH, "device": "TPU"}).json()["id"]
-    log_in(tab, service, "reader")
     with with_devices(service):
+        log_in(tab, service, "reader")
         row = tab.locator(f"[data-search='{big}']")
         expect(row).to_contain_text("needs 64 devices of one kind, and the cluster has at most 8")
         expect(tab.locator(f"[data-search='{elsewhere}']")).to_contain_text("the cluster has no 'TPU'")
