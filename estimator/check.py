@@ -563,15 +563,20 @@ def _without_idle(predictor: _Predictor, config: dict[str, Any], throughput: flo
     """A configuration without the changes that buy nothing: without one of them it is as fast and fits."""
     trainer = predictor.trainer
     base, devices, total = dict(trainer.config), trainer.devices or 1, trainer.global_batch or 1
-    for knob in sorted(config.keys() | base.keys()):
-        if knob in ("dp", "grad_accum") or config.get(knob) == base.get(knob):
-            continue
+
+    def changed(configuration: Mapping[str, Any]) -> list[str]:
+        knobs = (configuration.keys() | base.keys()) - {"dp", "grad_accum"}
+        return sorted(knob for knob in knobs if configuration.get(knob) != base.get(knob))
+
+    for knob in changed(config):
         fewer = {
             **{name: value for name, value in config.items() if name != knob},
             **({knob: base[knob]} if knob in base else {}),
         }
         completed = _completed(fewer, devices, total) if "micro_batch" in fewer else None
         if completed is None or completed == _completed(base, devices, total):
+            continue
+        if len(changed(completed)) >= len(changed(config)):  # what follows from the other knobs brings the change back
             continue
         try:
             table, _ = predictor.table([completed])

@@ -398,6 +398,7 @@ class Framework:
                 continue
             if knob in STANDARD and not STANDARD[knob].can_be(value):
                 reader.note(f"{reader.name(*settings_of_knob.keys)} = {value} is not a value that {knob} can have")
+                reader.misunderstood(*settings_of_knob.keys)
             else:
                 reader.knobs[knob] = value
                 if not settings_of_knob.stated(reader):

@@ -32,10 +32,6 @@ _MOST_WORDS, _DEEPEST = 20_000, 4
 _NAME = re.compile(r"(?:export|local|declare|readonly|typeset)?(?:\s+-\w+)*\s*([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _PAIR = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_RAW_WORD = re.compile(
-    r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}|`[^`]*`|[^\s"'`])+""", re.DOTALL
-)
-"""A word before its variables are filled in."""
 _PARAMETER = re.compile(r"(\w+|[@*#?])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -290,7 +286,7 @@ class _Script:
             value = self.words(raw.strip()[1:-1])
             self.values[name] = [*self.values.get(name, []), *value] if appends else value
             return True
-        pairs = [_PAIR.fullmatch(word) for word in _RAW_WORD.findall(text) if word not in _DECLARES]
+        pairs = [_PAIR.fullmatch(word) for word in _raw_words(text) if word not in _DECLARES]
         if not all(pairs) and not text.startswith(_DECLARES):
             return False
         for pair in filter(None, pairs):
@@ -419,8 +415,7 @@ class _Script:
     def _expanded(self, text: str, start: int) -> tuple[list[str], int]:
         """Values of the expansion at a position, and the position after it; one that is not known stays as written."""
         if text.startswith("$((", start):
-            end = text.find("))", start)
-            end = len(text) if end < 0 else end + 2
+            end = _closing(text, start + 1) + 1
             inside = text[start + 3 : end - 2]
             value = self._number(re.sub(r"\$\{?(\w+)\}?", r"\1", inside))
             return ([text[start:end]] if value is None else [str(value)]), end
@@ -455,6 +450,24 @@ class _Script:
         if default_form and default_form.endswith("+"):
             values = self.words(default) if values else []
         return ([text[start:end]] if values is None else list(values)), end
+
+
+def _raw_words(text: str) -> Iterator[str]:
+    """Words as they are written, with quotes and expansions."""
+    start = position = 0
+    while position < len(text):
+        char = text[position]
+        if char in "'\"`({":
+            position = _closing(text, position)
+        elif char == "\\":
+            position += 1
+        elif char.isspace():
+            if position > start:
+                yield text[start:position]
+            start = position + 1
+        position += 1
+    if text[start:]:
+        yield text[start:]
 
 
 def _closing(text: str, start: int) -> int:

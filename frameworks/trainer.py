@@ -270,7 +270,10 @@ def read_evaluation(reader: SettingsReader) -> None:
     if evaluates and size > (reader.knobs.get("micro_batch") or 8):
         reader.set("per_device_eval_batch_size", size)
         reader.misunderstood("per_device_eval_batch_size")
-        reader.note(f"evaluations have {size} samples at once, whose logits are not estimated")
+        default = "" if reader.has("per_device_eval_batch_size") else ", the default"
+        reader.note(
+            f"evaluations have {size} samples at once{default}, more than training: their logits are not estimated"
+        )
 
 
 def _read(reader: SettingsReader) -> None:

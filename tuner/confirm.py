@@ -211,7 +211,7 @@ class Confirmation:
         for trial in [*active[start:], *active[:start]]:
             left = max(1, total - self._done)
             round_trial_s = statistics.fmean((other.measured.seconds_total or 0.0) + self.settle_s for other in active)
-            self.listener.on_remeasure(list(active), self._done, total, left * round_trial_s)
+            self.listener.on_remeasure([trial], self._done, total, left * round_trial_s)
             if self.watch.left <= 0 or self.watch.left < (trial.measured.seconds_total or 0.0):
                 if not any(self.rounds[:-1]):
                     # A contender that was not measured beside the others cannot be compared with them.
@@ -229,7 +229,7 @@ class Confirmation:
             self._done += 1
             self._times[trial.number] += 1
             self._record(trial, again, current)
-        self.listener.on_remeasure(list(active), self._done, max(total, self._done))
+        self.listener.on_remeasure(list(active), self._done, self._done)
         return True
 
     def _still_open(self, active: list[Trial]) -> list[Trial]:

@@ -422,3 +422,15 @@ def test_a_change_is_surely_faster_and_has_no_idle_setting():
             fewer = {**each.config, knob: found.trainer.config.get(knob)}
             lines = found.trainer.changes({name: value for name, value in fewer.items() if value is not None})
             assert lines is None or each.changes != lines
+
+
+def test_a_change_that_others_bring_back_ends_the_search_for_idle_ones():
+    """ZeRO follows from Megatron's distributed optimizer, and virtual stages from blocks of a chunk."""
+    command = (
+        "torchrun --nproc_per_node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+        "--seq-length 4096 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 4 --micro-batch-size 2 --global-batch-size 128 --bf16 "
+        "--use-distributed-optimizer --vocab-size 32000 --swiglu"
+    )
+    verdict = check(read(command), "h100-80gb")
+    assert verdict.fits and len(verdict.faster) <= 3

@@ -97,3 +97,17 @@ def test_a_sourced_file_is_opened_only_where_files_may_be(tmp_path):
     assert read(command).config["micro_batch"] == 7
     unopened = read(command, files=False)
     assert unopened.config["micro_batch"] != 7 and any("source" in note for note in unopened.notes)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "words"),
+    [
+        ("$(( W / (4 * 2) ))", "4"),
+        ("$((W/(TP*2)))", "4"),
+        ("$(( (W + 0) / 8 ))", "4"),
+    ],
+)
+def test_arithmetic_may_have_parentheses(assigned, words):
+    script = f"W=32\nTP=4\nDP={assigned}\ntorchrun --nnodes $DP pretrain_gpt.py --seq-length $(( (DP + 4) * 2 ))\n"
+    found, unknown = command_of(script, "run.sh")
+    assert found[1:3] == ["--nnodes", words] and found[-1] == "16" and unknown == []

@@ -174,3 +174,8 @@ def test_settings_of_the_file_are_told_from_the_frameworks_defaults():
     assert {"precision", "checkpoint_ratio", "seq_len", "grad_accum"} <= found.defaults
     titan = read("python -m torchtitan.train --module llama3 --config llama3_8b --training.seq_len 4096")
     assert {"micro_batch", "zero", "checkpoint_ratio"} <= titan.defaults and "seq_len" not in titan.defaults
+
+
+def test_an_impossible_value_of_a_knob_is_not_read():
+    found = find_framework("axolotl").reading({"base_model": "x", "micro_batch_size": "two"}, "x")
+    assert found.facts["unread"] == {"micro_batch_size": "two"}
