@@ -403,8 +403,9 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
         settings |= _WITH_FSDP
     if strategy.stage_blocks is not None:
         settings[_LAYOUT] = layout(blocks_of_stages(strategy.stage_blocks))
-    if reader.has(_OLD_CHUNKS) and layers is not None and strategy.virtual_stages > 1:
-        settings[_OLD_CHUNKS] = layers // stages
+    if reader.has(_OLD_CHUNKS) and layers is not None:  # Megatron-LM refuses both flags together
+        settings[KNOBS["virtual_stages"].keys[0]] = None
+        settings[_OLD_CHUNKS] = layers // stages if strategy.virtual_stages > 1 else None
     return settings
 
 
