@@ -21,6 +21,9 @@ _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 _NAMED = re.compile(r"(?P<path>.+):(?P<name>\w*)", re.DOTALL)
 CONNECT_SECONDS = 3
 
+MISSPELT = 0.93
+"""Similarity of names, by `difflib`, from which one is a misspelling of the other: a missing letter in 8, a wrong one in 15."""
+
 
 class _Given(TypedDict):
     """Overrides of a model's sizes and data; None for none."""
@@ -258,10 +261,18 @@ def _of_contents(
     with quiet() as transformers:
         if model_type not in transformers.CONFIG_MAPPING:
             raise unknown_type(model_type, where, transformers.CONFIG_MAPPING)
+        configuration_class = transformers.CONFIG_MAPPING[model_type]
         try:
-            configuration = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
+            configuration = configuration_class.from_dict(dict(content))
+            fields = configuration_class().to_dict().keys() | configuration_class.attribute_map.keys()
         except refusals() as error:
             raise WorkloadError(f"{where} is not a valid {model_type} configuration: {one_line(error)}") from error
+    # transformers keeps fields that it does not know, and the class's default in place of the one that was meant.
+    for name_of_field in content.keys() - fields:
+        if near := get_close_matches(name_of_field, fields - content.keys(), n=1, cutoff=MISSPELT):
+            raise WorkloadError(
+                f"{where}: '{name_of_field}' is not a field of a {model_type}; did you mean '{near[0]}'?"
+            )
     return hugging_face_workload(from_configuration(configuration, where), name=name, spec=spec, folder=folder, **given)
 
 

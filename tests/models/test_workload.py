@@ -1,5 +1,6 @@
 """Users' own workloads, valid and invalid."""
 
+import json
 from dataclasses import replace
 from itertools import count
 
@@ -321,3 +322,12 @@ def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
     made = Training(own(), {"micro_batch": 2}, CPU)
     assert not made._resident and len(made.data) == 1
     assert float(made.step()) == expected
+
+
+def test_a_misspelt_field_of_a_configuration_is_refused_with_the_nearest(tmp_path):
+    sizes = {"hidden_sizee": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "of_our_own": 1, **sizes})
+    )
+    with pytest.raises(WorkloadError, match="'hidden_sizee' is not a field of a llama; did you mean 'hidden_size'"):
+        workload(tmp_path / "config.json")
