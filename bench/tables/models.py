@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from redline.estimator import Shape
 from redline.estimator.trainers import numbers_of
-from redline.models.presets import preset_of
-from redline.models.resolve import stated
+from redline.models import workload
+from redline.models.architecture import shape_of
+from redline.models.presets import PRESETS, preset_of
 
 from .form import Left
 
@@ -127,11 +128,12 @@ def model_of(name: str) -> Shape:
         return Shape(name=text, **SHAPES[text])  # type: ignore[arg-type]
     if _MIXTURES.search(text):
         raise Left(f"'{name}' is a mixture of experts whose shape is not listed")
-    known = stated(preset_of(text))
-    shape = None if known is None or known.shape["family"] == "gpt2" else numbers_of(known.shape)
-    if known is None or shape is None:
+    preset = preset_of(text)
+    sizes = shape_of(workload(preset).model) if preset in PRESETS else None
+    shape = None if sizes is None or sizes["family"] == "gpt2" else numbers_of(sizes)
+    if preset is None or shape is None:
         raise Left(f"the model '{name}' is not known")
-    return replace(shape, name=known.name)
+    return replace(shape, name=preset)
 
 
 def mpt(name: str, seq_len: int) -> Shape:

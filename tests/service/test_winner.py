@@ -100,9 +100,9 @@ def test_trials_without_their_best_yaml_have_the_fastest_as_the_best_so_far(serv
     folder = service.parts.runs.folder(search)
     for name in ("run.yaml", "trials.csv"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    assert summary.best(rl.results.View(tmp_path).trials()).number == 2
+    assert summary.best(RunFiles.read(tmp_path).trials).number == 2
     (tmp_path / "best.yaml").write_text((folder / "best.yaml").read_text().replace("ok: 3", "ok: 2"))
-    assert summary.best(rl.results.View(tmp_path).trials()).number == 2, "it is about other trials"
+    assert summary.best(RunFiles.read(tmp_path).trials).number == 2, "it is about other trials"
 
 
 def told_of(trial):
