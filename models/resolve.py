@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypedDict
 
 from ..base.errors import WorkloadError, nearest
 from ..base.reading import absolute
+from ..frameworks.framework import MISSPELT
 from .architecture import Architecture, one_line
 from .refusal import refuse_unlisted, unknown_type
 from .server_model import ServerModel
@@ -20,9 +22,6 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 _NAMED = re.compile(r"(?P<path>.+):(?P<name>\w*)", re.DOTALL)
 CONNECT_SECONDS = 3
-
-MISSPELT = 0.93
-"""Similarity of names, by `difflib`, from which one is a misspelling of the other: a missing letter in 8, a wrong one in 15."""
 
 
 class _Given(TypedDict):
@@ -264,16 +263,31 @@ def _of_contents(
         configuration_class = transformers.CONFIG_MAPPING[model_type]
         try:
             configuration = configuration_class.from_dict(dict(content))
-            fields = configuration_class().to_dict().keys() | configuration_class.attribute_map.keys()
         except refusals() as error:
             raise WorkloadError(f"{where} is not a valid {model_type} configuration: {one_line(error)}") from error
-    # transformers keeps fields that it does not know, and the class's default in place of the one that was meant.
-    for name_of_field in content.keys() - fields:
-        if near := get_close_matches(name_of_field, fields - content.keys(), n=1, cutoff=MISSPELT):
-            raise WorkloadError(
-                f"{where}: '{name_of_field}' is not a field of a {model_type}; did you mean '{near[0]}'?"
-            )
+    _refuse_misspelt(content, configuration_class, where)
     return hugging_face_workload(from_configuration(configuration, where), name=name, spec=spec, folder=folder, **given)
+
+
+def _refuse_misspelt(content: Mapping[str, Any], configuration_class: Any, where: str) -> None:
+    """Refuses fields with almost the name of an absent one. transformers keeps fields that it does not know, and the class's
+    default in place of the one that was meant.
+
+    Raises:
+        WorkloadError: there is one.
+    """
+    aliases = configuration_class.attribute_map
+    # Not `fields()`: configurations are data classes only since transformers 5.5.
+    parameters = {name for part in configuration_class.__mro__ for name in signature(part.__init__).parameters}
+    known = parameters | aliases.keys() | set(aliases.values())
+    public = {name for name in known | content.keys() if not name.startswith("_")}
+    absent = public - content.keys()
+    for name in public - known:
+        # A class may also have a field as a property.
+        if not hasattr(configuration_class, name) and (near := get_close_matches(name, absent, n=1, cutoff=MISSPELT)):
+            raise WorkloadError(
+                f"{where}: '{name}' is not a field of a {configuration_class.model_type}; did you mean '{near[0]}'?"
+            )
 
 
 def _hub_content(text: str) -> Any:

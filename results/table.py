@@ -176,22 +176,14 @@ def parse(data: bytes, path: str | Path) -> dict[str, list[Any]]:
     return {name: _knob_values(cells) if name.startswith(KNOB) else cells for name, cells in columns.items()}
 
 
-def trials(
-    table: "DataFrame", make_config: Callable[[Mapping[str, Any]], Any] = dict, lossy: Lossy | None = None
-) -> list[Trial]:
-    """Converts a table to trials. Knobs without a value are left out of a configuration. The table does not state
-    which values are `lossy`.
-    """
-    columns = table.astype(object).where(table.notna(), None).to_dict("list")
-    return trials_of(columns, make_config, lossy)
-
-
 def trials_of(
     columns: Mapping[str, Sequence[Any]],
     make_config: Callable[[Mapping[str, Any]], Any] = dict,
     lossy: Lossy | None = None,
 ) -> list[Trial]:
-    """Converts the columns of `parse` to trials, as `trials` does."""
+    """Converts the columns of `parse` to trials. Knobs without a value are left out of a configuration. A table does not state
+    which values are `lossy`.
+    """
     trials = []
     knobs = [(place, name[len(KNOB) :]) for place, name in enumerate(columns) if name.startswith(KNOB)]
     measured = [(place, name) for place, name in enumerate(columns) if name in FIXED]

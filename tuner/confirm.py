@@ -106,8 +106,6 @@ class Confirmation:
     """Numbers of the trials with saved re-measurements."""
     _times: Counter[int] = field(default_factory=Counter)
     """Number of rounds of each contender."""
-    _rounds_done: int = 0
-    _done: int = 0
 
     @property
     def seconds(self) -> float:
@@ -126,7 +124,7 @@ class Confirmation:
         if len(active) == 1:  # nothing to compare it with
             return
         try:
-            while active and self._rounds_done < MOST_ROUNDS:
+            while active and len(self.rounds) < MOST_ROUNDS:
                 enough = all(self._times[trial.number] >= FEWEST_ROUNDS for trial in active)
                 left_s = SHARE_OF_SEARCH * spent - (self.watch.elapsed - begin)
                 if self.watch.left <= 0 or (enough and left_s <= 0):
@@ -134,7 +132,7 @@ class Confirmation:
                 if not self._round(active):
                     break
                 active = self._still_open([trial for trial in active if trial.number not in self.failed])
-            while (pair := self._pair_in_question()) and self._rounds_done < MOST_ROUNDS_OF_PAIR:
+            while (pair := self._pair_in_question()) and len(self.rounds) < MOST_ROUNDS_OF_PAIR:
                 left_s = SHARE_OF_SEARCH * spent - (self.watch.elapsed - begin)
                 if self.watch.left <= 0 or left_s <= 0:
                     break
@@ -204,14 +202,14 @@ class Confirmation:
         """Measures each active trial once. Returns False if the time is not enough for all."""
         current: dict[int, Measurement] = {}
         self.rounds.append(current)
-        self._rounds_done += 1
-        total = self._done + sum(max(1, FEWEST_ROUNDS - self._times[trial.number]) for trial in active)
+        total = self._times.total() + sum(max(1, FEWEST_ROUNDS - self._times[trial.number]) for trial in active)
         # Each round starts with another contender, so that none is always measured after the same one.
         start = (len(self.rounds) - 1) % len(active)
         for trial in [*active[start:], *active[:start]]:
-            left = max(1, total - self._done)
+            done = self._times.total()
+            left = max(1, total - done)
             round_trial_s = statistics.fmean((other.measured.seconds_total or 0.0) + self.settle_s for other in active)
-            self.listener.on_remeasure([trial], self._done, total, left * round_trial_s)
+            self.listener.on_remeasure([trial], done, total, left * round_trial_s)
             if self.watch.left <= 0 or self.watch.left < (trial.measured.seconds_total or 0.0):
                 if not any(self.rounds[:-1]):
                     # A contender that was not measured beside the others cannot be compared with them.
@@ -226,10 +224,10 @@ class Confirmation:
                 if not any(self.rounds[:-1]):
                     current.clear()  # as above
                 raise
-            self._done += 1
             self._times[trial.number] += 1
             self._record(trial, again, current)
-        self.listener.on_remeasure(list(active), self._done, self._done)
+        done = self._times.total()
+        self.listener.on_remeasure(list(active), done, done)
         return True
 
     def _still_open(self, active: list[Trial]) -> list[Trial]:

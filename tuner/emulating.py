@@ -75,7 +75,7 @@ def emulator(
         agent: an agent that was started beforehand.
 
     Raises:
-        UsageError: the hardware is neither known nor measurable here, or its times cannot be measured on this device.
+        UsageError: the hardware is neither known nor measurable here.
     """
     assert task.workload is not None, "what is emulated is a workload"
     if estimator is None:

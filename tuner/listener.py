@@ -32,8 +32,8 @@ class SearchListener:
         return False
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
-        """Called when the leaders are measured again: `done` of `total` turns are over, and the others should take
-        `seconds` in all.
+        """Called before each turn in which a leader is measured again, with that one, and after each round with all that took
+        part: `done` of `total` turns are over, and the others should take `seconds` in all.
         """
 
     def on_message(self, message: str) -> None:

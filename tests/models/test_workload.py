@@ -1,5 +1,6 @@
 """Users' own workloads, valid and invalid."""
 
+import inspect
 import json
 from dataclasses import replace
 from itertools import count
@@ -9,6 +10,7 @@ import pytest
 import torch
 from redline.base.errors import WorkloadError
 from redline.models import Workload, flops_of, make_space, reduction, workload
+from redline.models.resolve import _refuse_misspelt
 from redline.space import Space
 from redline.training import Training
 from torch import nn
@@ -331,3 +333,16 @@ def test_a_misspelt_field_of_a_configuration_is_refused_with_the_nearest(tmp_pat
     )
     with pytest.raises(WorkloadError, match="'hidden_sizee' is not a field of a llama; did you mean 'hidden_size'"):
         workload(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("model_type", ["nougat", "gemma4_assistant", "llama", "gpt2", "distilbert"])
+def test_a_configuration_with_its_own_fields_is_not_called_misspelt(model_type):
+    from transformers import CONFIG_MAPPING
+
+    # Two of these have no default configuration: what fields they have comes from the class.
+    configuration_class = CONFIG_MAPPING[model_type]
+    names = inspect.signature(configuration_class).parameters.keys() | configuration_class.attribute_map.keys()
+    _refuse_misspelt(dict.fromkeys(names), configuration_class, "config.json")
+    _refuse_misspelt({"of_our_own": 1}, configuration_class, "config.json")
+    with pytest.raises(WorkloadError, match="is not a field of a"):
+        _refuse_misspelt({"problem_typee": 1}, configuration_class, "config.json")

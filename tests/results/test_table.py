@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from redline.base.errors import StudyError
 from redline.results import Measurement, Status, Trial, read_table, table_frame
 from redline.results.columns import FIXED, cell, fold, number, row, unquoted
-from redline.results.table import Table, trials
+from redline.results.table import Table, parse, trials_of
 
 HEADER = (
     "trial,status,reason,throughput,unit,samples_per_second,tokens_per_second,step_ms,step_ms_spread,"
@@ -251,10 +251,10 @@ def test_a_frame_of_trials_is_what_reading_their_table_gives(tmp_path):
         Trial(number=2, config=config),
     ]
     frame = table_frame(given_trials, knobs)
-    read = read_table(write(tmp_path / "trials.csv", knobs, *given_trials))
-    pandas.testing.assert_frame_equal(frame, read)
+    path = write(tmp_path / "trials.csv", knobs, *given_trials)
+    pandas.testing.assert_frame_equal(frame, read_table(path))
     assert str(frame["knob.tp"].dtype) == "int64" and str(frame["knob.flag"].dtype) == "bool"
-    assert trials(read) == [
+    assert trials_of(parse(path.read_bytes(), path)) == [
         trial(0, config, Measurement(status=Status.OK, throughput=1.5), sampler="default"),
         trial(1, dict(given_trials[1].config), given_trials[1].measurement),
     ]
