@@ -46,6 +46,8 @@ def test_a_search_gets_another_priority(service, client):
     other = service.rl("other").search(run.id)
     run.change(priority=-10)
     assert run.look().priority == -10
+    with pytest.raises(Refused, match="up to 0, but got 1; an admin"):
+        service.rl("other").submit("gpt2-tiny", priority=1)
     with pytest.raises(UsageError, match="priority must be at least -100, but got -101"):
         run.change(priority=-101)
     assert "101 is not in the range" in ran(service, "queue", "--priority", run.id, "101", fine=False)

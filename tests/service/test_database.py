@@ -34,13 +34,6 @@ def test_differences_from_the_tables_are_found(sqlite):
     assert [each[0] for each in sqlite.database.read(different)] == ["remove_column"]
 
 
-def test_opening_again_changes_nothing(url):
-    with Store.open(url) as store:
-        ann = store.add_user("ann")
-    with Store.open(url) as store:
-        assert store.users() == [ann]
-
-
 def test_many_may_open_a_new_database_at_once(empty_url):
     found, go = [], threading.Barrier(4)
 
@@ -83,25 +76,6 @@ def test_another_kind_of_database_is_refused(url, message):
     assert "secret" not in str(refused.value)
 
 
-def test_a_full_database_says_so_and_keeps_what_it_has(sqlite_url):
-    with Store.open(sqlite_url, patience_s=0.1) as store:
-        ann = store.add_user("ann")
-
-        def no_more(connection, record):
-            connection.execute("PRAGMA max_page_count = 1")
-
-        from sqlalchemy import event
-
-        event.listen(store.database._reader, "connect", no_more)
-        store.database._reader.dispose()
-        with pytest.raises(StorageUnavailable, match="is full"):
-            for _ in range(100):
-                store.submit(ann, {"filler": "x" * 10_000}, devices=1)
-        with Store.open(sqlite_url) as other:
-            assert other.users() == [ann]
-            other.submit(ann, {"filler": "x" * 10_000}, devices=1)
-
-
 def test_files_that_are_no_database_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing of the kind " * 500)
     with pytest.raises(StorageUnavailable, match="cannot be used: file is not a database"):
@@ -118,19 +92,6 @@ def test_a_postgres_that_is_not_there_says_so_without_its_password():
     ) as caught:
         Store.open("postgresql://ann:secret@127.0.0.1:1/d", patience_s=0.5)
     assert "secret" not in str(caught.value) and time.monotonic() - start < 60
-
-
-def test_a_postgres_that_crashes_and_starts_again_is_gone_on_with(cluster, postgresql_url):
-    with Store.open(postgresql_url, patience_s=60) as store:
-        ann = store.add_user("ann")
-        search, _ = store.submit(ann, {}, devices=1)
-        cluster.stop("immediate")
-        back = threading.Thread(target=cluster.start)
-        back.start()
-        given = store.give_devices(search.id, "H100", 1)
-        back.join()
-        assert given and store.search(search.id).state == "running"
-        assert [each.data["state"] for each in store.events(search=search.id)] == ["queued", "running"]
 
 
 def test_a_lost_connection_is_replaced(cluster, postgresql_url):

