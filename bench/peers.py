@@ -102,6 +102,50 @@ def peer_hebo(surface: Surface, seed: int) -> Ask:
     return ask
 
 
+def peer_smac(surface: Surface, seed: int) -> Ask:
+    """SMAC's default for hyperparameters: Sobol points for a quarter of a budget of 50, then a random forest of the logarithm
+    and log EI, over the rows instead of SMAC's local search, which knows no set of valid rows.
+
+    Needs `pip install smac`, which is not an extra of redline.
+    """
+    import tempfile
+
+    from ConfigSpace import CategoricalHyperparameter, Configuration, ConfigurationSpace, OrdinalHyperparameter
+    from smac import HyperparameterOptimizationFacade as Facade, Scenario
+
+    encoding = Encoding(surface.space)
+    parameters = ConfigurationSpace(seed=seed)
+    for name, size, ordered in zip(encoding.names, encoding.sizes, encoding.ordered):
+        kind = OrdinalHyperparameter if ordered else CategoricalHyperparameter
+        parameters.add(kind(name, list(range(int(size)))))
+    with tempfile.TemporaryDirectory() as folder:
+        scenario = Scenario(parameters, output_directory=folder, deterministic=True, n_trials=50, seed=seed)
+        model, acquisition = Facade.get_model(scenario), Facade.get_acquisition_function(scenario)
+        initial = Facade.get_initial_design(scenario).select_configurations()
+    rng = np.random.default_rng(seed)
+
+    def configuration(row: Config) -> Any:
+        return Configuration(parameters, dict(zip(encoding.names, encoding.encode(row).tolist())))
+
+    rows = {row: configuration(row) for row in surface.rows}
+
+    def ask(done: list[Trial]) -> Config | None:
+        if len(done) < len(initial):
+            code = np.array([initial[len(done)][name] for name in encoding.names], dtype=np.int32)
+            return remaining(encoding, done, rng, sample=1).closest(code, rng)
+        tried = {trial.config for trial in done}
+        left = [row for row in surface.rows if row not in tried]
+        if not left:
+            return None
+        worst = min((trial.measurement.throughput for trial in done if trial.ok), default=1.0)
+        costs = np.array([-np.log(trial.measurement.throughput if trial.ok else worst) for trial in done])
+        model.train(np.array([rows[trial.config].get_array() for trial in done]), costs[:, None])
+        acquisition.update(model=model, eta=costs.min(), num_data=len(done))
+        return left[int(np.argmax(acquisition([rows[row] for row in left])))]
+
+    return ask
+
+
 def peer_batch_search(surface: Surface, seed: int) -> Ask:
     """The method of DeepSpeed and Slapo: for each layout, the micro-batch doubles until it fails or slows down."""
     rng = np.random.default_rng(seed)
@@ -139,5 +183,6 @@ PEERS: dict[str, Callable[[Surface, int], Ask]] = {
     "optuna-tpe": lambda surface, seed: peer_optuna(surface, seed, "tpe"),
     "optuna-gp": lambda surface, seed: peer_optuna(surface, seed, "gp"),
     "hebo-atorch": peer_hebo,
+    "smac": peer_smac,
     "batch-search": peer_batch_search,
 }

@@ -10,6 +10,7 @@ their own libraries:
 
     optuna-tpe, optuna-gp   Optuna's samplers with defaults, failures violate a constraint
     hebo-atorch             HEBO's suggest/observe as ATorch calls it: a failure is a throughput of 0
+    smac                    SMAC's forest, log EI and initial design, over the rows (needs pip install smac)
     batch-search            the largest micro-batch that fits, by doubling, for one layout after the other
 
 A peer's suggestion that is not a row, or was tried before, is replaced by the nearest remaining row, which favours
