@@ -26,7 +26,7 @@ def _content(setup: ExportInput) -> dict[str, Any]:
         "configuration": as_data(setup.take_all()),
     }
     if trial.measurement is not None:
-        content["predicted" if setup.simulated else "measurement"] = trial.measured.to_dict()
+        content["predicted" if setup.simulated else "measurement"] = trial.measured.figures()
     return {name: value for name, value in content.items() if value is not None}
 
 

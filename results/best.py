@@ -107,9 +107,7 @@ def _entry(trial: Trial) -> dict[str, Any]:
         entry["first_throughput"] = trial.first
     prediction = {"throughput": trial.predicted_throughput, "memory_mib": trial.predicted_memory_mib}
     entry["prediction"] = {name: value for name, value in prediction.items() if value is not None} or None
-    measured = trial.measured.to_dict()
-    measured.pop("probe", None)  # a hundred numbers, used only to detect `wrong`; the ledger keeps them
-    entry["measurement"] = measured
+    entry["measurement"] = trial.measured.figures()
     return entry
 
 

@@ -275,6 +275,10 @@ class Measurement:
                 data[name] = value
         return data
 
+    def figures(self) -> dict[str, Any]:
+        """Returns `to_dict` for people and other programs: without the probe, a hundred numbers that only detect `wrong`."""
+        return {name: value for name, value in self.to_dict().items() if name != "probe"}
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Measurement":
         """Inverse of `to_dict`; unknown keys are ignored so that newer ledgers can be read.

@@ -120,12 +120,8 @@ class Client:
             UsageError: an argument is unknown, invalid, or cannot be sent.
             Refused: the token's user is not allowed to submit this.
         """
-        body = {
-            "request": travelling({"target": target, "space": space, **tune_arguments}),
-            "name": name,
-            "priority": priority,
-            "device": device,
-        }
+        request = travelling({"target": target, "space": space, **tune_arguments})
+        body = {"request": request, "name": name, "priority": priority, "device": device}
         headers = {"idempotency-key": key or uuid.uuid4().hex}
         from .api.models import SearchAnswer
 

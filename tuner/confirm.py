@@ -208,8 +208,7 @@ class Confirmation:
         for trial in [*active[start:], *active[:start]]:
             done = self._times.total()
             left = max(1, total - done)
-            round_trial_s = statistics.fmean((other.measured.seconds_total or 0.0) + self.settle_s for other in active)
-            self.listener.on_remeasure([trial], done, total, left * round_trial_s)
+            self.listener.on_remeasure([trial], done, total, left * self._turn_s(active))
             if self.watch.left <= 0 or self.watch.left < (trial.measured.seconds_total or 0.0):
                 if not any(self.rounds[:-1]):
                     # A contender that was not measured beside the others cannot be compared with them.
@@ -229,6 +228,13 @@ class Confirmation:
         done = self._times.total()
         self.listener.on_remeasure(list(active), done, done)
         return True
+
+    def _turn_s(self, active: Sequence[Trial]) -> float:
+        """Expected time of one re-measurement, s: the mean of those so far, which other work on the machine slows as much as
+        the next ones, or of the first measurements.
+        """
+        again = [measurement.seconds_total or 0.0 for current in self.rounds for measurement in current.values()]
+        return statistics.fmean(again or [(trial.measured.seconds_total or 0.0) + self.settle_s for trial in active])
 
     def _still_open(self, active: list[Trial]) -> list[Trial]:
         """Returns the contenders of the next round; none if the winner is found."""

@@ -203,5 +203,5 @@ def _entry(candidate: Candidate | None) -> dict[str, Any] | None:
         "unit": candidate.measurement.unit,
         "remeasured": list(candidate.trial.remeasured),
         "first_throughput": candidate.trial.first,
-        "measurement": candidate.measurement.to_dict(),
+        "measurement": candidate.measurement.figures(),
     }

@@ -27,6 +27,13 @@ LARGEST_NUMBER = 1 << 53
 DEEPEST = 40
 """Deepest nesting of lists and mappings."""
 _LONE = re.compile("[\ud800-\udfff\0]")
+SEARCH_ID, KEY, IDENTIFIER = "^[0-9a-f]{12}$", "^[!-~]{1,200}$", "^[A-Za-z_][A-Za-z0-9_]{0,79}$"
+PATTERNS = {
+    SEARCH_ID: "must be the id of a search, 12 hexadecimal digits",
+    KEY: "must have 1 to 200 printable ASCII characters and no spaces",
+    IDENTIFIER: "must be the name of a Python variable, of at most 80 characters",
+}
+"""Sentences for texts that do not match."""
 
 
 def plain(value: Any, depth: int = 0) -> None:
@@ -157,7 +164,7 @@ class Code(Body):
 
     text: Annotated[str, Field(min_length=1, max_length=LARGEST_FILE)]
     """The file's contents."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,79}$")]
+    name: Annotated[str, Field(pattern=IDENTIFIER)]
     """Name of the workload in the file."""
 
 

@@ -9,7 +9,7 @@ from ... import __version__
 from ...base.errors import ServiceError
 from ..records import Event, SearchState, User
 from .access import Guarded, Reader
-from .models import DeviceAnswer, QueueAnswer
+from .models import SEARCH_ID, DeviceAnswer, QueueAnswer
 from .problems import Problem
 from .searches import STREAM, EventId, LastEventId, PartsOf, search_answer, stream
 
@@ -58,7 +58,7 @@ def history(
     user: Reader,
     parts: PartsOf,
     after: EventId = 0,
-    search: Annotated[str | None, Query(pattern="^[0-9a-f]{12}$")] = None,
+    search: Annotated[str | None, Query(pattern=SEARCH_ID)] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[Event]:
     """Returns past events after an event, as a list."""

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from ...base.errors import MissingDependency, RedlineError, ServiceError, StudyError, UsageError
-from .models import ErrorAnswer, ErrorDetail, short
+from .models import PATTERNS, ErrorAnswer, ErrorDetail, short
 
 _log = logging.getLogger(__name__)
 _STATUS: tuple[tuple[type[RedlineError], int, str], ...] = (
@@ -30,7 +30,6 @@ _RULES = {
     "greater_than": "must be above {gt}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be below {lt}",
-    "string_pattern_mismatch": "must match {pattern}",
     "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must not be empty",
     "too_long": "must have at most {max_length} entries",
@@ -120,6 +119,8 @@ def _sentence(problem: dict[str, Any]) -> str:
     kind = problem["type"]
     if kind == "value_error":
         return str(problem["msg"])
+    if kind == "string_pattern_mismatch":
+        return PATTERNS[problem["ctx"]["pattern"]]
     template = _RULES.get(kind) or _RULES.get(kind.partition("_")[0], "is not valid")
     return str(template.format(**problem.get("ctx", {})))
 

@@ -11,13 +11,13 @@ from ...frameworks import export_targets
 from ..records import UNDECIDED, Role, Search, SearchState, User
 from ..request import NO_CODE, is_code, without_secrets
 from .access import Guarded, Reader, Submitter
-from .models import ChangeForm, SearchAnswer, SearchesAnswer, Submission
+from .models import KEY, SEARCH_ID, ChangeForm, SearchAnswer, SearchesAnswer, Submission
 from .parts import AUDIT, Parts, parts_of
 from .problems import Problem
 
 router = APIRouter(prefix="/v1/searches", tags=["searches"], route_class=Guarded)
 PartsOf = Annotated[Parts, Depends(parts_of)]
-SearchId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Id of a search.")]
+SearchId = Annotated[str, Path(pattern=SEARCH_ID, description="Id of a search.")]
 TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Number of a trial.")]
 EventId = Annotated[int, Query(ge=0, lt=1 << 31, description="Id of the last event seen.")]
 LastEventId = Annotated[
@@ -65,7 +65,7 @@ def submit(
     user: Submitter,
     parts: PartsOf,
     response: Response,
-    idempotency_key: Annotated[str | None, Header(pattern="^[!-~]{1,200}$")] = None,
+    idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
 ) -> SearchAnswer:
     """Submits a search. A repeated `Idempotency-Key` returns the same search, with status 200."""
     request = form.request.request()
@@ -144,7 +144,7 @@ def listed(
     parts: PartsOf,
     state: SearchState | None = None,
     mine: bool = False,
-    after: Annotated[str | None, Query(pattern="^[0-9a-f]{12}$", description="List searches after this one.")] = None,
+    after: Annotated[str | None, Query(pattern=SEARCH_ID, description="List searches after this one.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> SearchesAnswer:
     """Returns the searches of all users, the newest first."""
@@ -244,12 +244,8 @@ async def events(
 
 def stream(request: Request, parts: Parts, after: int | None, search: str | None) -> Response:
     """Returns server-sent events, which end when the token that requested them is no longer valid."""
-
-    def allowed() -> bool:
-        return request.state.still() is not None
-
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    chunks = parts.feed.follow(allowed, after, search)
+    chunks = parts.feed.follow(lambda: request.state.still() is not None, after, search)
     return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
 
 

@@ -175,7 +175,8 @@ def test_unknown_paths_searches_and_methods_are_refused(submitter):
     assert "no search" in error(submitter.get("/v1/searches/0123456789ab"), 404, "not_found")["message"]
     error(submitter.get("/v1/searches/..%2F..%2Fetc"), 404, "not_found")
     error(submitter.delete("/v1/searches"), 405, "method_not_allowed")
-    error(submitter.get("/v1/searches/zzz"), 422, "invalid")
+    message = error(submitter.get("/v1/searches/zzz"), 422, "invalid")["message"]
+    assert message == "search must be the id of a search, 12 hexadecimal digits, but got 'zzz'"
 
 
 def test_damaged_files_of_a_search_are_an_error_of_the_server(service, submitter, caplog):
