@@ -35,7 +35,7 @@ _NEEDED = (
     "PyYAML",
 )
 _EXTRAS = {
-    "dashboard": (("fastapi", "uvicorn", "plotly"), "`redline dashboard` and plots in notebooks"),
+    "dashboard": (("fastapi", "uvicorn"), "`redline dashboard`"),
     "service": (("fastapi", "uvicorn", "httpx", "sqlalchemy", "alembic"), "`redline serve` and its clients"),
     "lora": (("peft",), "`--lora`"),
     "data": (("datasets", "pyarrow"), "`redline train --data`"),

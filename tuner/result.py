@@ -14,7 +14,6 @@ from ..space import Config
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-    from plotly.graph_objects import Figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,16 +119,6 @@ class Result:
             "failures": summary.failures(self.all_trials) or None,
             "notes": list(self.notes),
         }
-
-    def plot(self) -> "Figure":
-        """A plotly figure: best so far over the trials, and throughput over peak memory.
-
-        Raises:
-            MissingDependency: plotly is not installed.
-        """
-        from ..views.notebook import figure
-
-        return figure(self.all_trials)
 
     def _repr_html_(self) -> str:
         from ..views.notebook import html

@@ -1,16 +1,11 @@
-"""HTML and a figure of a run for notebooks."""
+"""HTML of a run for notebooks."""
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from ..base.errors import MissingDependency
 from ..results import listing, summary
 from ..results.columns import cell, fold, knob_text, number, speed
 from ..results.measurement import Status, Trial
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 COLOURS = {
     Status.OK: "#2a9d5c",
@@ -102,54 +97,6 @@ def table(trials: Sequence[Trial], rows: int = ROWS) -> str:
         lines.append("<tr>" + "".join(f"<td>{escape(content)}</td>" for content in cells) + "</tr>")
     footer = f"<small>{cut_off} more in .trials</small>" if cut_off else ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{footer}"
-
-
-def figure(trials: Sequence[Trial]) -> "Figure":
-    """Returns two plots: the throughput of each trial with the best so far, and throughput over peak memory.
-
-    Raises:
-        MissingDependency: plotly is not installed.
-    """
-    try:
-        from plotly.graph_objects import Scatter
-        from plotly.subplots import make_subplots
-    except ImportError as error:
-        raise MissingDependency(
-            "a figure needs plotly: pip install 'redline[dashboard]' or pip install plotly"
-        ) from error
-    finished = [trial for trial in trials if not trial.pending]
-    unit = next((trial.measured.unit for trial in finished if trial.ok), "") or "throughput"
-    drawn = make_subplots(rows=1, cols=2, subplot_titles=("best so far", "throughput over peak memory"))
-    best = summary.best_so_far(finished)
-    numbers = [trial.number for trial in finished]
-    line = {"shape": "hv", "color": COLOURS[Status.OK]}
-    drawn.add_trace(Scatter(x=numbers, y=best, mode="lines", name="best so far", line=line), row=1, col=1)
-    for status, colour in COLOURS.items():
-        those = [trial for trial in finished if trial.measured.status is status]
-        if not those:
-            continue
-        speeds = [trial.throughput if trial.ok else 0.0 for trial in those]
-        look = {
-            "mode": "markers", "name": str(status), "legendgroup": str(status), "marker": {"color": colour},
-            "text": [escape(_title(trial)) for trial in those], "hoverinfo": "text",
-        }  # fmt: skip
-        drawn.add_trace(Scatter(x=[trial.number for trial in those], y=speeds, **look), row=1, col=1)
-        placed = [
-            (trial.measured.peak_memory_mib, throughput, hover_text)
-            for trial, throughput, hover_text in zip(those, speeds, look["text"])
-            if trial.measured.peak_memory_mib is not None
-        ]
-        if placed:
-            memory, speeds, texts = (list(axis_values) for axis_values in zip(*placed))
-            drawn.add_trace(Scatter(x=memory, y=speeds, **{**look, "text": texts, "showlegend": False}), row=1, col=2)
-    limits = {trial.measured.memory_limit_mib for trial in finished} - {None}
-    if len(limits) == 1:
-        drawn.add_vline(x=limits.pop(), line_dash="dash", annotation_text="limit", row=1, col=2)
-    drawn.update_xaxes(title_text="trial", row=1, col=1)
-    drawn.update_xaxes(title_text="peak memory, MiB", row=1, col=2)
-    drawn.update_yaxes(title_text=unit, rangemode="tozero")
-    drawn.update_layout(height=420, legend={"orientation": "h", "y": -0.2})
-    return drawn
 
 
 def _title(trial: Trial) -> str:

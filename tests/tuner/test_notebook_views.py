@@ -41,14 +41,3 @@ def test_a_result_without_a_winner_says_why():
     made = make_result([failed], ["a"], folder=None, ended="", interrupted=False)
     assert "none of 1 trials succeeded: 1 oom." in made._repr_html_()
     assert "no trial has finished" in make_result([], [], folder=None, ended="", interrupted=False)._repr_html_()
-
-
-def test_the_figure_shows_every_trial_and_the_limit(result):
-    pytest.importorskip("plotly", reason="plotly is not installed")
-    figure = result.plot()
-    best, ok, memory, failed = figure.data
-    order = [trial.number for trial in result.all_trials]
-    assert list(best.x) == order and max(each for each in best.y if each) == 40.0
-    assert sorted(ok.y) == [10.0, 20.0, 40.0] and sorted(memory.x) == [100.0, 200.0, 400.0]
-    assert list(failed.y) == [0.0] and "<script>" not in failed.text[0]
-    assert figure.layout.shapes[0].x0 == 512.0
