@@ -17,7 +17,7 @@ from typing import Generic, NoReturn, TypeVar
 from .device import usable_cores
 
 T = TypeVar("T")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

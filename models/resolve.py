@@ -21,7 +21,7 @@ from .workload import Workload, default_name
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 _NAMED = re.compile(r"(?P<path>.+):(?P<name>\w*)", re.DOTALL)
-CONNECT_SECONDS = 3
+CONNECT_SECONDS = 3  # without a network, a name is refused soon
 
 
 class _Given(TypedDict):

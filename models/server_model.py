@@ -10,7 +10,7 @@ from ..base.errors import WorkloadError, unknown
 from .presets import PRESETS
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-LONGEST_NAME = 200
+LONGEST_NAME = 200  # a hub id has at most 96 characters
 _LOADED_BY_NAME = ("backbone", "backbone_kwargs", "use_pretrained_backbone", "use_timm_backbone")
 """Keys of a config.json that make transformers load another model, from anywhere."""
 _LOADERS = ("timm_backbone", "timm_wrapper")

@@ -32,7 +32,7 @@ TRAINER_MICRO_BATCH = 8
 ALLOWABLE = ("lossy",)
 """Extensions of a default space that have to be allowed explicitly."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
-MAX_MICRO_BATCHES = 12
+MAX_MICRO_BATCHES = 12  # powers of two up to 2,048, which bounds the space
 SMALL_MODEL = 100_000_000
 """Parameters of a model for which `tf32` is tried beside `bf16`."""
 

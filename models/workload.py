@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Batch = Mapping[str, Any] | tuple[Any, ...]
 UNITS = ("tokens/s", "samples/s")
-DEFAULT_GLOBAL_BATCH = 32
+DEFAULT_GLOBAL_BATCH = 32  # four of the default micro-batches
 _LOOKED_AT = ("micro_batch", "grad_accum", "dp", "checkpoint_ratio", "precision", "fusion", "kernels")
 NEUTRAL = Config({**{name: STANDARD[name].neutral for name in _LOOKED_AT}, "fused_optimizer": True})
 """Neutral values of the standard knobs, for builders that read their configuration."""

@@ -38,7 +38,7 @@ _BREAKS = re.compile("[\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029]+")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufeff]")
 _FORMULA = re.compile("'*[=+\\-@\t]")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|-inf")
-_DIGITS = {"loss": 9}
+_DIGITS = {"loss": 9}  # as many as float32 has: losses of two runs are compared
 
 
 def header(knobs: Iterable[str]) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ MOST_TRIALS = 30_000
 
 _CREATE_STUDY, _DELETE_STUDY, _STUDY_ATTRIBUTE = 0, 1, 2
 _CREATE_TRIAL, _STATE, _TRIAL_ATTRIBUTE = 4, 6, 8
-_KNOWN = range(11)
+_KNOWN = range(11)  # operations of Optuna's journal up to 5.0
 _FINISHED = (1, 2, 3)  # optuna.trial.TrialState: COMPLETE, PRUNED, FAIL
 _KEPT = frozenset({"config", "sampler", "attempts", "predicted_throughput", "predicted_memory_mib", "measurement"})
 

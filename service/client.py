@@ -38,8 +38,8 @@ PATIENCE_S = 15.0
 FOLLOWING_S = 900.0
 """The same for an event stream that has received events, s: long enough to restart a machine or move the server."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-_LOOK_S = 0.5
-_TIMEOUT_S = 30.0
+_LOOK_S = 0.5  # s between looks at a search that `wait` waits for
+_TIMEOUT_S = 30.0  # s; streams send something every 15 s
 NO_REDLINE = (
     "this is not the answer of a redline server of this version: give --server its address, and install its version"
 )

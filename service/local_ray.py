@@ -17,7 +17,7 @@ from ..runners.host.process import adopt_orphans, kill_descendants
 from ..runners.place.ray_driver import check_listens
 from .cluster import ALONE_S, write_record
 
-LOOK_S = 1.0
+LOOK_S = 1.0  # s between looks for a server that uses it
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ _MARGIN = 1.25
 """A table is given up if more than `_MARGIN * MAX_ROWS` rows are predicted; predictions are a few percent off."""
 _CHUNK = 1 << 19  # pairs examined at once: bounds the memory
 _DENSE = 1 << 22  # below this many combinations, mark which occur instead of sorting them
-_ABSENT = -1
+_ABSENT = -1  # a code that no value has
 
 
 class TooLarge(SpaceError):

@@ -24,7 +24,7 @@ PATIENCE = timedelta(days=7)
 START_S = 1800.0
 """Limit on waiting for a rank that has not started, s; the default of torch's stores."""
 _KEY = "redline"
-_LOOK_S = 0.05
+_LOOK_S = 0.05  # s between looks at what the other ranks have written
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 

@@ -29,7 +29,7 @@ LEVEL, MEMORY_LEVEL = 2.0, 1.0
 """Common uncertainty of all throughputs, and of all peaks beyond the differences of the models; natural logarithms."""
 GPU = "a100-80gb"
 """Assumed for GPUs that are not in the table."""
-_MEMORY_BUS = Link(name="shared memory", gb_per_s=5.0, latency_us=50.0)
+_MEMORY_BUS = Link(name="shared memory", gb_per_s=5.0, latency_us=50.0)  # gloo among ranks of one host
 CPU = Hardware(
     name="cpu",
     memory_gib=8.0,

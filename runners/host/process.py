@@ -16,7 +16,7 @@ from ...base.forked import prctl
 
 # linux/prctl.h
 _PR_SET_NAME = 15
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 LONGEST_NAME = 15
 """Longest name of a process, bytes (`man 2 prctl`)."""
 

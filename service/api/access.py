@@ -22,7 +22,7 @@ from .problems import Problem
 
 COOKIE = "redline-session"
 """Beginning of the session cookie's name. A dash and the port follow, since the ports of a host share cookies."""
-LONGEST_TOKEN = 200
+LONGEST_TOKEN = 200  # three times a token's length: others are refused without a look into the database
 SESSION_S = 12 * 3600.0
 """Duration of a page's session, s."""
 _SAFE = ("GET", "HEAD", "OPTIONS")

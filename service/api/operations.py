@@ -14,7 +14,7 @@ from .problems import Problem
 from .searches import STREAM, EventId, LastEventId, PartsOf, search_answer, stream
 
 router = APIRouter(tags=["service"], route_class=Guarded)
-MOST_LISTED = 1000
+MOST_LISTED = 1000  # as many as a page of searches may have
 
 
 @router.get("/v1/me")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 AUDIT = logging.getLogger("redline.audit")
 """Log of what users do."""
-BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 30)
+BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 30)  # s: from a lookup to the client's limit
 
 
 class Metrics:

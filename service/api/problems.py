@@ -20,7 +20,7 @@ _STATUS: tuple[tuple[type[RedlineError], int, str], ...] = (
 """Statuses and codes of errors other than `ServiceError`, the first that fits."""
 _NOWHERE = {404: ("not_found", "there is no {}"), 405: ("method_not_allowed", "{} does not take this method")}
 """Codes and messages of requests that no route takes."""
-_RETRY_S = 2
+_RETRY_S = 2  # s; a database that starts again takes about as long
 _OWN_RULE = "Value error, "
 _WHOLE = {"body": "the body", "query": "the query", "path": "the path"}
 _RULES = {

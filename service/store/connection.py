@@ -249,7 +249,7 @@ def _first_line(error: Exception) -> str:
 
 LOOK_S = 2.0
 """Interval between checks of the session, s."""
-_SERVER_LOCK = 0x7265646C696E67
+_SERVER_LOCK = 0x7265646C696E67  # "redline" in ASCII: the key of an advisory lock of Postgres
 _HOLDER = text(
     "SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
     "WHERE l.locktype = 'advisory' AND l.granted AND l.classid = :high AND l.objid = :low"

@@ -15,7 +15,7 @@ LINES = 12
 GROUPS = 40
 """Largest number of groups that are shown with a log; further groups only have the number of trials."""
 
-_TAIL_BYTES = 16 * 1024
+_TAIL_BYTES = 16 * 1024  # holds a traceback and what led to it
 _RANK = re.compile(r"rank (\d+):")
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(?:[.,]\d+)*")
 
