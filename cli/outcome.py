@@ -56,9 +56,7 @@ def print_result(result: Result, *, launcher: str | None = "", storage: str | No
 
 def _winner(result: Result, best: Candidate, console: Console) -> None:
     default = result.default
-    kind = (
-        " (predicted: nothing was run)" if result.simulated else " (emulated on one device)" if result.emulated else ""
-    )
+    kind = " (emulated on one device)" if result.emulated else ""
     gain = summary.gain(result.all_trials)
     unconfirmed = best.measurement.unconfirmed
     kind += ", unconfirmed" if unconfirmed else ""

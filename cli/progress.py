@@ -70,10 +70,6 @@ class ProgressListener(SearchListener):
 
     _plan: SearchPlan | None = None
 
-    def _left(self, seconds: float) -> float:
-        """Returns the time left; 0 if it is unknown, or predicted and not spent."""
-        return seconds if self._plan is None or self._plan.takes_time else 0.0
-
     def __enter__(self) -> "ProgressListener":
         return self
 
@@ -100,7 +96,7 @@ class LineListener(ProgressListener):
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         if done < total:
-            about = f", about {words.duration(seconds_left)} left" if (seconds_left := self._left(seconds)) else ""
+            about = f", about {words.duration(seconds)} left" if seconds else ""
             self._print(f"measuring the leaders again: {_turn(done, total)}{about}: {_numbers(leaders)}")
 
     def on_message(self, message: str) -> None:
@@ -161,7 +157,7 @@ class TerminalListener(ProgressListener):
         turn = _turn(done, total)
         self._doing = "" if done >= total else f"measuring the leaders again: {turn}"
         self._trials = f" ({_numbers(leaders)})"
-        self._since, self._expected = time.monotonic(), self._left(seconds)
+        self._since, self._expected = time.monotonic(), seconds
 
     def on_message(self, message: str) -> None:
         self._console.print(Text(fold(f"note: {message}"), style="yellow"))
@@ -209,8 +205,6 @@ class TerminalListener(ProgressListener):
         return status
 
     def _seconds_left(self, plan: SearchPlan, done: int) -> float | None:
-        if not plan.takes_time:
-            return None
         limits = []
         if plan.seconds is not None:
             limits.append(plan.seconds - (time.monotonic() - self._begin))

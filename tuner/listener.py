@@ -71,11 +71,6 @@ class SearchPlan:
     """Folder of the run, or None if it is not saved."""
 
     @property
-    def takes_time(self) -> bool:
-        """False for simulated trials, whose times are predicted and not spent."""
-        return self.runner != "simulate"
-
-    @property
     def done(self) -> int:
         """Number of trials of the budget that were finished before a resume."""
         return sum(map(counts, self.earlier))

@@ -1,7 +1,6 @@
-"""Predictions of a search: the estimator of its task, and the runner that simulates a cluster."""
+"""Predictions of a search: the estimator of its task."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +8,6 @@ import numpy as np
 
 from ..base.errors import RunnerError, UsageError
 from ..models import Workload
-from ..results import Trial
 from ..space import Config, Space
 
 if TYPE_CHECKING:
@@ -17,21 +15,6 @@ if TYPE_CHECKING:
 
 SAMPLE = 256
 """Number of configurations that are predicted to check that predicting works."""
-
-
-def described(hardware: "str | Path | Hardware | None") -> "Hardware":
-    """Returns the hardware to simulate.
-
-    Raises:
-        UsageError: none is given, or it is unknown.
-    """
-    from ..estimator.hardware import find_hardware
-
-    if hardware is None:
-        raise UsageError(
-            "the runner 'simulate' needs the hardware to simulate: --hardware NAME or FILE, such as h100-80gb"
-        )
-    return find_hardware(hardware)
 
 
 def estimator_of(
@@ -112,18 +95,3 @@ def peak_rate(estimator: "Estimator") -> Callable[[Config], float]:
     """Peak FLOP/s of a device at a configuration's precision."""
     default = estimator.training.precision
     return lambda config: estimator.hardware.rate(str(config.get("precision", default)))
-
-
-def simulator(estimator: "Estimator", earlier: Sequence[Trial], concurrency: int | None, **terms: Any) -> Any:
-    """Returns a runner that simulates a cluster. Its clock and its noise continue after `earlier` trials."""
-    from ..runners.place.simulate import SimulateRunner, SimulationTerms
-
-    done = [each.measured for each in earlier if not each.pending]
-    ends = [each.started + (each.seconds_total or 0.0) for each in done if each.started is not None]
-    last_end = max(ends, default=None)
-    repeats: Counter[Config] = Counter()
-    for each in earlier:
-        if not each.pending and not each.skipped:
-            repeats[each.config] += 1 + len(each.remeasured)
-    settings = SimulationTerms(begun=last_end, **terms)
-    return SimulateRunner(estimator, settings, slots=concurrency or 1, repeats=repeats)

@@ -62,8 +62,6 @@ class Result:
     """
     notes: tuple[str, ...] = ()
     """Notes and warnings of the search."""
-    simulated: bool = False
-    """True if nothing was run and all numbers are predictions."""
     emulated: bool = False
     """True if some ranks of each trial ran alone on one device, and communication was priced."""
     seconds: float = 0.0
@@ -110,7 +108,6 @@ class Result:
             "why": self.why or None,
             "ended": self.ended,
             "interrupted": self.interrupted,
-            "simulated": self.simulated,
             "emulated": self.emulated,
             "seconds": round(self.seconds, 1),
             "seconds_again": round(self.seconds_again, 1),
@@ -146,7 +143,6 @@ def make_result(
     ended: str,
     interrupted: bool,
     notes: Sequence[str] = (),
-    simulated: bool = False,
     emulated: bool = False,
     seconds: float = 0.0,
     seconds_again: float = 0.0,
@@ -163,7 +159,6 @@ def make_result(
         all_trials=tuple(trials),
         knobs=tuple(knobs),
         notes=tuple(notes),
-        simulated=simulated,
         emulated=emulated,
         seconds=seconds,
         seconds_again=seconds_again,

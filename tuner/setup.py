@@ -17,7 +17,7 @@ from ..knobs.text import config_text
 from ..models import Workload
 from ..models.flops import flops_of
 from ..models.server_model import ServerModel
-from ..results import RunFolder, Trial
+from ..results import RunFolder
 from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
 from ..runners.command.objective import DIRECTIONS
 from ..runners.dispatch import DryRunner, DryRuns
@@ -41,7 +41,7 @@ from .emulating import (
 )
 from .feasibility import HEADROOM
 from .first_trial import FirstTrial, first_trial
-from .predicting import described, estimate_to_begin_with, simulator, usable
+from .predicting import estimate_to_begin_with, usable
 from .refinement import check_refinable
 from .request.options import IN_PROCESS, Request
 from .request.record import asked_of
@@ -84,15 +84,14 @@ class SearchSetup:
     sampler: Sampler
     judge: Judge
 
-    def runner(self, earlier: Sequence[Trial]) -> Runner:
-        """Returns the runner of the trials; `earlier` are those of a resumed run."""
+    def runner(self) -> Runner:
+        """Returns the runner of the trials."""
         return make_runner(
             self.request,
             self.task,
             work=self.work,
             limit_mib=self.limit_mib,
             estimator=self.estimator,
-            earlier=earlier,
             agent=self.agent,
             starting=self.starting,
         )
@@ -133,7 +132,6 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
     task = resolve_task(
         request,
         cluster=joins,
-        simulated=described(request.hardware) if request.runs_on == "simulate" else None,
         emulated=request.runs_on == EMULATE or emulates_command(request),
         stands_for=find_hardware(request.hardware)
         if request.runs_on == EMULATE and request.hardware is not None
@@ -257,8 +255,6 @@ def _check(request: Request, task: Task, request_document: Mapping[str, Any]) ->
     # Without a limit, GPUs run as many trials at once as there is room for.
     at_once = request.concurrency or (1 if task.device.type == "cpu" else None)
     request.budget.check_against(deadline, at_once, task.devices)
-    if task.simulated and request.time is not None:
-        raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
     if request.layerwise:
         check_refinable(task.own, task.space)
     make_sampler(request.sampler, task.space, seed=request.seed)
@@ -351,7 +347,7 @@ def _surrogate_prior(
         warn=warn,
         headroom=HEADROOM,
         # A command may count samples or steps where the estimate counts tokens.
-        relative=task.command is not None and not task.simulated,
+        relative=task.command is not None,
     )
 
 
@@ -382,7 +378,7 @@ def check_honoured(request: Request, task: Task) -> None:
             )
     if "device_kind" in requested_options and cluster_address(request.ray_address) is None:
         raise UsageError("--device-kind chooses among the devices of a cluster: --ray-address")
-    runs_here = not task.simulated and request.runs_on != EMULATE and task.device.type == "cpu"
+    runs_here = request.runs_on != EMULATE and task.device.type == "cpu"
     if (
         task.workload is not None
         and runs_here
@@ -394,12 +390,10 @@ def check_honoured(request: Request, task: Task) -> None:
         )
     if request.soak and task.emulated:
         raise UsageError("--soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
-    if request.soak and (task.own is None or task.simulated):
-        unsupported = (
-            "simulated trials, which do not run" if task.simulated else "a command or a callable, which has its own"
-        )
+    if request.soak and task.own is None:
         raise UsageError(
-            f"--soak trains a workload's winner on batches of varied lengths; it cannot be used with {unsupported}"
+            "--soak trains a workload's winner on batches of varied lengths; it cannot be used with a command or a "
+            "callable, which has its own"
         )
     if request.direction is not None:
         if request.direction not in DIRECTIONS:
@@ -460,7 +454,7 @@ def memory_of_rank(
     requested = request.limit_mib
     if isinstance(request.runner, Runner):
         return requested  # the free memory of other machines is not known here
-    if task.own is None or task.simulated:
+    if task.own is None:
         return requested
     if task.emulated:
         return memory_of_emulated(request.hardware, task.device, task.devices, requested)
@@ -505,7 +499,7 @@ def make_work(request: Request, task: Task) -> Work | None:
     Raises:
         UsageError: a callable cannot be sent to another process, or a command's program does not exist.
     """
-    if request.runs_on == IN_PROCESS or task.simulated or isinstance(request.runner, Runner):
+    if request.runs_on == IN_PROCESS or isinstance(request.runner, Runner):
         return None
     if task.command is not None:
         task.command.check_program()
@@ -522,7 +516,6 @@ def make_runner(
     work: Work | None,
     limit_mib: float | None,
     estimator: "Estimator | None",
-    earlier: Sequence[Trial],
     agent: HostAgent | None = None,
     shared: SharedDevices | None = None,
     starting: DryRunner | None = None,
@@ -534,20 +527,13 @@ def make_runner(
         task: the target of the search.
         work: of `make_work`.
         limit_mib: memory of a rank, MiB; None for all of the device's memory.
-        estimator: predicts simulated trials.
-        earlier: trials of a resumed run.
+        estimator: predicts what emulated trials do not measure.
         agent: an agent started beforehand, for the runner `local`.
         shared: devices shared with others, for the runner `local`.
         starting: the runner, if it was started beforehand.
     """
-    plan = TimingPlan(seconds=request.measure_s)
-    at_once = request.concurrency
     if isinstance(request.runner, Runner):
         return request.runner
-    if task.simulated:
-        assert estimator is not None, "a simulated task is a workload, which has an estimator"
-        limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
-        return simulator(estimator, earlier, at_once, devices=task.devices, seed=request.seed, **limits)
     if task.emulated and task.command is None:
         return emulator(request, task, limit_mib, estimator, agent=agent)
     if work is None:

@@ -105,7 +105,7 @@ def _search(
     request, task, ended = setup.request, setup.task, ""
     try:
         user_code = "the command" if task.command is not None else "the callable" if task.function is not None else ""
-        with setup.runner(folder.trials()) as runner:
+        with setup.runner() as runner:
             watch.exclude(runner.waited_s)
             folder.record_hosts(runner.per_host)
             search = Search(
@@ -174,7 +174,6 @@ def _conclude(
         ended=ended,
         interrupted=interrupted,
         notes=messages.notes,
-        simulated=task.simulated,
         emulated=task.emulated,
         seconds=watch.elapsed,
         seconds_again=messages.again_s,

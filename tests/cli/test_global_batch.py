@@ -9,13 +9,14 @@ from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
 from redline.estimator.request import estimate_request
+from redline.estimator.survey import device_of
 from redline.models.request import TrainingRequest
 from redline.tuner.request.target import resolve_task
 
 
 def test_the_commands_choose_alike_and_say_so():
     h100 = find_hardware("h100-80gb")
-    searched = resolve_task(TrainingRequest("gpt2-tiny", devices=64), simulated=h100)
+    searched = resolve_task(TrainingRequest("gpt2-tiny", devices=64), device=device_of(h100))
     asked = estimate_request("gpt2-tiny", h100, devices=64)
     message = (
         "global batch: 64, 1 sample a device, since none was given and gpt2-tiny's usual 32 is less than the 64 devices"
@@ -42,7 +43,9 @@ def test_a_batch_that_was_asked_for_is_kept_and_one_below_the_devices_is_named()
 
 def test_free_accumulation_keeps_the_batch_and_names_other_trainings():
     h100 = find_hardware("h100-80gb")
-    task = resolve_task(TrainingRequest("gpt2-tiny", devices=64, override={"grad_accum": [1, 2]}), simulated=h100)
+    task = resolve_task(
+        TrainingRequest("gpt2-tiny", devices=64, override={"grad_accum": [1, 2]}), device=device_of(h100)
+    )
     (note,) = [note for note in task.notes if "batch" in note]
     assert task.workload.global_batch == 32
     assert note.endswith("configurations have the workload's global batch of 32; others are another training")

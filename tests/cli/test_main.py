@@ -11,6 +11,7 @@ import click
 import pytest
 import redline as rl
 from command_line import run
+from predicted_runner import predicted
 from redline.base.device import Device
 from redline.base.host_memory import MemoryGroup
 from redline.cli import results
@@ -147,8 +148,8 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
 
     asked = {"override": {"micro_batch": [4, 48], "precision": ["fp32"]}, "fix": {"attention": "eager"}}
     result = rl.tune(
-        "gpt2-tiny", seq_len=16, global_batch=48, runner="simulate", hardware="h100", devices=1, trials=2,
-        out=tmp_path / "run", **asked,
+        "gpt2-tiny", trials=2, out=tmp_path / "run", **asked,
+        **predicted("gpt2-tiny", "h100", seq_len=16, global_batch=48, devices=1),
     )  # fmt: skip
     words = shlex.split(yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["reproduce"])
     pairs = list(itertools.pairwise(words))

@@ -97,7 +97,7 @@ def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
 
 def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, monkeypatch):
     request = SimpleNamespace(limit_mib=None, runner=None, concurrency=None, runs_on="local", out="runs/a")
-    task = SimpleNamespace(own=object(), simulated=False, emulated=False, devices=2, device=SimpleNamespace(type="cpu"))
+    task = SimpleNamespace(own=object(), emulated=False, devices=2, device=SimpleNamespace(type="cpu"))
     monkeypatch.setattr(device, "available_memory_mib", lambda: 16000)
     assert search_setup.memory_of_rank(request, task) == 7200.0
     monkeypatch.setattr(search_setup, "available_memory_mib", lambda: 16000)
@@ -192,14 +192,3 @@ def test_the_end_of_a_log_is_that_of_the_rank_that_failed(capsys, tmp_path):
     print_result(make_result(trials, ["a"], folder=tmp_path, ended="done", interrupted=False))
     out = capsys.readouterr().out
     assert "  [rank 1] ScheduleError: 'norm' is late\n" in out and "Connection closed" not in out
-
-
-def test_simulated_measurements_take_no_time_that_could_be_left():
-    listener, lines = TerminalListener(io.StringIO()), io.StringIO()
-    plain = LineListener(lines)
-    for each in (listener, plain):
-        each.on_start(replace(plan(), runner="simulate"))
-        each.on_trial_end(trial(0, 1.0, seconds_total=90.0))
-        each.on_remeasure([trial(3, 1.0)], 0, 2, 160.0)
-    assert "measuring the leaders again: turn 1 of 2 (trial 3)" in shown(listener)
-    assert "left" not in shown(listener) + lines.getvalue()

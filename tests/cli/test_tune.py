@@ -11,8 +11,9 @@ import pytest
 import redline as rl
 import yaml
 from command_line import run
-from redline.base.errors import UsageError
-from redline.tuner.predicting import described
+from predicted_runner import predicted
+from redline.estimator.hardware import find_hardware
+from redline.estimator.survey import device_of
 from redline.tuner.request.options import Request
 from redline.tuner.request.target import resolve_task
 from tiers import tiered
@@ -324,14 +325,12 @@ def test_a_global_batch_gives_the_accumulation_and_when_it_is_measured_again(che
 
 
 MEGATRON = "torchrun pretrain_gpt.py --bf16 --seq-length 1024"
-CLUSTER = {"devices": 8, "global_batch": 64, "runner": "simulate", "hardware": "h100-80gb", "trials": 6}
+CLUSTER = predicted("gpt2", "h100-80gb", devices=8, global_batch=64, trials=6)
 
 
 def test_a_command_whose_model_is_known_is_estimated_exported_and_learned_from(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     megatron = rl.Command(command=MEGATRON, launcher="megatron", model="gpt2")
-    with pytest.raises(UsageError, match="needs the model that a command trains: --model"):
-        rl.tune(rl.Command(command="python train.py {x}"), override={"x": (1, 2)}, **CLUSTER)
     found = rl.tune(megatron, out="r", **CLUSTER)
     assert any(note.startswith("the estimate is that of gpt2, 1024 tokens a sample") for note in found.notes)
     best = yaml.safe_load(Path("r/best.yaml").read_text())
@@ -369,14 +368,14 @@ def test_a_global_batch_that_the_command_says_itself_is_the_estimates_too():
     """Megatron-LM accumulates micro-batches up to the global batch, which fills a pipeline."""
     text = f"{MEGATRON} --global-batch-size 48"
     command = rl.Command(command=text, launcher="megatron", model="gpt2")
-    asked = {"devices": 8, "runner": "simulate", "hardware": "h100-80gb"}
-    task = resolve_task(Request(command, **asked), simulated=described("h100-80gb"))
+    h100 = device_of(find_hardware("h100-80gb"))
+    task = resolve_task(Request(command, devices=8), device=h100)
     assert task.without == {"global_batch": 48, "precision": "bf16"}
     configs = list(task.space)
     assert configs and all(48 % (each["micro_batch"] * 8 // (each["tp"] * each["pp"])) == 0 for each in configs)
     assert {each["micro_batch"] for each in configs} > {1, 2}
     free = rl.Command(command=MEGATRON, launcher="megatron", model="gpt2")
-    assert resolve_task(Request(free, **asked), simulated=described("h100-80gb")).without["grad_accum"] == 1
+    assert resolve_task(Request(free, devices=8), device=h100).without["grad_accum"] == 1
     plain = f"{MEGATRON} --tensor-model-parallel-size 4 --micro-batch-size {{micro_batch}} --global-batch-size 16"
     request = Request(rl.Command(command=plain), override={"micro_batch": (1, 2, 4, 8, 16)}, devices=8)
     task = resolve_task(request, cluster=True)

@@ -139,9 +139,7 @@ def test_limit_and_estimate_leave_other_processes_what_they_hold(nvml, held, ask
     nvml(*held)
     messages = []
     request = SimpleNamespace(limit_mib=asked, runner="local", runs_on="local", concurrency=None)
-    task = SimpleNamespace(
-        own=object(), simulated=False, emulated=False, device=SimpleNamespace(type="cuda"), devices=2
-    )
+    task = SimpleNamespace(own=object(), emulated=False, device=SimpleNamespace(type="cuda"), devices=2)
     limit_mib = search_setup.memory_of_rank(request, task, messages.append)
     assert limit_mib == expected
     assert bool(messages) == (expected == 58_800) and (

@@ -5,6 +5,7 @@ import shlex
 import pytest
 import redline as rl
 import yaml
+from predicted_runner import predicted
 from redline.base.errors import UsageError
 from redline.models.layouts.dcp import dcp_tensors
 from redline.trainer.checkpoint.folder import CheckpointFolder
@@ -94,8 +95,7 @@ def test_an_explicit_default_counts_as_given():
 def test_relative_paths_of_a_search_resolve_from_anywhere(here, tmp_path, monkeypatch, target):
     monkeypatch.chdir(here)
     sizes = {} if ".py:" in target else {"seq_len": 16, "global_batch": 8}
-    asked = {"runner": "simulate", "hardware": "h100", "trials": 1, "devices": 1}
-    rl.tune(target, out=tmp_path / "run", **sizes, **asked)
+    rl.tune(target, out=tmp_path / "run", **predicted(target, "h100", trials=1, devices=1, **sizes))
     before = rl.workload(target, **sizes)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "best-of-all.yaml").write_bytes((tmp_path / "run" / "best.yaml").read_bytes())

@@ -8,12 +8,14 @@ import redline as rl
 import yaml
 from command_line import run
 from memory_folder import MemoryFolder
+from predicted_runner import predicted
 from redline.cli.outcome import print_result
 from redline.cli.progress import trial_line
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
 from redline.estimator.request import estimate_request
+from redline.estimator.survey import device_of
 from redline.models.request import TrainingRequest
 from redline.results import Measurement, Status, Trial
 from redline.space import Config
@@ -30,7 +32,7 @@ FIX = {
 
 
 def precisions(**how):
-    task = resolve_task(TrainingRequest("gpt2-tiny", **how), simulated=H100)
+    task = resolve_task(TrainingRequest("gpt2-tiny", **how), device=device_of(H100))
     return task.space["precision"].values, dict(task.lossy)
 
 
@@ -53,7 +55,7 @@ def test_a_callable_has_no_default_space_to_add_to():
 
 
 def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
-    gpu = resolve_task(TrainingRequest("gpt2-tiny"), simulated=H100).device
+    gpu = resolve_task(TrainingRequest("gpt2-tiny"), device=device_of(H100)).device
     monkeypatch.setattr("redline.tuner.request.target.detect", lambda: gpu)
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
     assert "left out because they are lossy: precision=bf16_pure (see --allow lossy)" in out
@@ -66,8 +68,8 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
 
 def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
     result = rl.tune(
-        "gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=8, global_batch=1024, trials=8,
-        patience=0, allow="lossy", out=tmp_path / "run", fix=FIX,
+        "gpt2-tiny", trials=8, patience=0, allow="lossy", out=tmp_path / "run", fix=FIX,
+        **predicted("gpt2-tiny", "a100-40gb", devices=8, global_batch=1024),
     )  # fmt: skip
     assert result.best.config["precision"] == "bf16_pure" and result.best.trial.lossy == ("precision",)
     assert result.best_exact.config["precision"] in ("tf32", "bf16")

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 import redline as rl
+from predicted_runner import predicted
 from redline.estimator import measuring
 from redline.models.request import TrainingRequest
 from redline.runners.host.client import HostAgent
@@ -83,7 +84,7 @@ def test_runs_without_local_trials_start_no_agent(started, tmp_path):
     space = rl.Space()
     space.choice("x", [1, 2])
     rl.tune(lambda config: float(config["x"]), space, isolate=False, trials=2)
-    rl.tune("gpt2-tiny", runner="simulate", hardware="h100-80gb", trials=1, out=tmp_path / "run")
+    rl.tune("gpt2-tiny", out=tmp_path / "run", **predicted("gpt2-tiny", "h100-80gb", trials=1))
     with pytest.raises(rl.UsageError):
         rl.tune("gpt3-tiny", runner="ray")
     with pytest.raises(rl.UsageError):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import redline as rl
 import yaml
+from predicted_runner import predicted
 from redline.cli import main
 from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.results import Measurement, Status, Trial
@@ -142,12 +143,12 @@ def test_without_an_estimate_trial_0_is_the_default(prior):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A simulated search in which the Trainer's default does not fit."""
+    """A search of predictions in which the Trainer's default does not fit."""
     out = tmp_path_factory.mktemp("runs") / "tight"
-    how = {
-        "runner": "simulate", "hardware": "a100-40gb", "devices": 8, "global_batch": 256, "seq_len": 512,
-        "memory_limit": "500MiB", "patience": 0, "fix": {"attention": "sdpa", "fusion": False},
-    }  # fmt: skip
+    how = predicted(
+        "gpt2-tiny", "a100-40gb", devices=8, global_batch=256, seq_len=512, memory_limit="500MiB", patience=0,
+        fix={"attention": "sdpa", "fusion": False},
+    )  # fmt: skip
     return rl.tune("gpt2-tiny", trials=4, out=out, **how), out, how
 
 

@@ -11,11 +11,12 @@ from math import prod
 import pytest
 import redline as rl
 from command_line import run
+from predicted_runner import predicted
 from redline.results.scaling import COLUMNS, ScalePoint, Scaling
 from redline.tuner.listener import SearchListener
 from redline.tuner.scaling import counts_of
 
-SIMULATED = {"runner": "simulate", "hardware": "h100-80gb", "trials": 3, "seq_len": 128}
+PREDICTED = predicted("gpt2-tiny", "h100-80gb", seq_len=128, trials=3)
 NARROW = {
     "fix": {"attention": "sdpa", "precision": "bf16", "fusion": False, "kernels": False, "checkpoint_ratio": 0},
 }
@@ -23,9 +24,9 @@ NARROW = {
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory):
-    """A simulated scaling of a tiny model over 1, 2 and 4 devices, with predictions up to 16."""
+    """A scaling of a tiny model over 1, 2 and 4 devices, with predictions up to 16."""
     out = tmp_path_factory.mktemp("runs") / "scale"
-    return rl.scale("gpt2-tiny", [4, 1, 2], global_batch=64, predict_to=16, out=out, **SIMULATED, **NARROW), out
+    return rl.scale("gpt2-tiny", [4, 1, 2], global_batch=64, predict_to=16, out=out, **PREDICTED, **NARROW), out
 
 
 def test_each_count_is_tuned_and_more_are_predicted(scaled):
@@ -43,7 +44,7 @@ def test_each_count_is_tuned_and_more_are_predicted(scaled):
 
 def test_the_predicted_interval_widens_with_the_distance(scaled, tmp_path):
     out = shutil.copytree(scaled[1], tmp_path / "scale")
-    options = {**SIMULATED, **NARROW, "resume": True}
+    options = {**PREDICTED, **NARROW, "resume": True}
     found = rl.scale("gpt2-tiny", [1, 2, 4], global_batch=64, predict_to=1024, out=out, **options)
     last = [each for each in found.points if each.devices >= 8]
     wide = [each.predicted_high / each.predicted_low for each in last]
@@ -94,7 +95,7 @@ def test_the_table_and_the_plot_hold_every_count(scaled):
 
 
 def test_the_global_batch_stays_unless_it_is_to_grow(tmp_path):
-    small = {**SIMULATED, **NARROW, "trials": 1, "predict_to": 4}
+    small = {**PREDICTED, **NARROW, "trials": 1, "predict_to": 4}
     weak = rl.scale("gpt2-tiny", "1,2", global_batch=8, weak=True, **small)
     assert [each.global_batch for each in weak.points] == [8, 16, 32] and weak.weak
     usual = rl.scale("gpt2-tiny", "1,2", **small)
@@ -103,7 +104,8 @@ def test_the_global_batch_stays_unless_it_is_to_grow(tmp_path):
 
 def test_a_device_count_at_which_nothing_fits_is_reported():
     # Weights, gradients and optimizer state of 124 million parameters take 1.9 GiB.
-    needs = {**SIMULATED, **NARROW, "trials": 1, "memory_limit": "1500MiB", "global_batch": 16}
+    asked = predicted("gpt2", "h100-80gb", seq_len=128, trials=1, memory_limit="1500MiB", global_batch=16)
+    needs = {**asked, **NARROW}
     both = rl.scale("gpt2", "1,16", predict_to=16, **needs)
     assert both.points[0].why and both.points[0].throughput is None
     assert both.points[1].throughput is not None and not both.points[1].why
@@ -117,7 +119,7 @@ def test_an_interrupt_ends_it_with_what_was_found(tmp_path):
         def on_trial_end(self, trial):
             raise KeyboardInterrupt
 
-    found = rl.scale("gpt2-tiny", "1,2", out=tmp_path / "s", listening=Interrupts, **SIMULATED, **NARROW)
+    found = rl.scale("gpt2-tiny", "1,2", out=tmp_path / "s", listening=Interrupts, **PREDICTED, **NARROW)
     assert found.interrupted and [each.devices for each in found.points] == [1]
     assert (tmp_path / "s" / "scale.csv").exists()
 
@@ -131,7 +133,7 @@ def test_scale_resumes_from_existing_runs(scaled):
 
     before = {each.name: started(each.name) for each in out.glob("devices-*")}
     again = rl.scale(
-        "gpt2-tiny", [1, 2, 4, 8], global_batch=64, predict_to=8, out=out, resume=True, **SIMULATED, **NARROW
+        "gpt2-tiny", [1, 2, 4, 8], global_batch=64, predict_to=8, out=out, resume=True, **PREDICTED, **NARROW
     )
     assert [each.devices for each in again.measured] == [1, 2, 4, 8]
     assert len(before) == 3 and all(started(name) == trials for name, trials in before.items())
@@ -159,7 +161,7 @@ def test_invalid_device_counts_are_refused(given):
 )
 def test_impossible_scalings_are_refused_at_once(options, words, tmp_path):
     with pytest.raises((rl.UsageError, rl.SpaceError), match=words):
-        rl.scale("gpt2-tiny", out=tmp_path / "s", **{"devices": "1,2", **SIMULATED, **options})
+        rl.scale("gpt2-tiny", out=tmp_path / "s", **{"devices": "1,2", **PREDICTED, **options})
     assert not (tmp_path / "s").exists()
 
 
@@ -204,5 +206,5 @@ def test_two_ranks_are_measured_beside_one(tmp_path):
 
 
 def test_a_knob_missing_at_some_device_counts_is_reported():
-    found = rl.scale("gpt2-tiny", "1,2", global_batch=8, predict_to=2, **SIMULATED, fix={"tp": 2})
+    found = rl.scale("gpt2-tiny", "1,2", global_batch=8, predict_to=2, **PREDICTED, fix={"tp": 2})
     assert "tp needs two devices or more" in found.points[0].why and found.points[1].config["tp"] == 2

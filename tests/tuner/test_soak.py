@@ -144,15 +144,13 @@ def test_the_outcome_of_a_soak_is_the_trial_s(tuned, name, status, reason):
     assert rows[16]["status"] == status and reason in rows[16]["reason"], rows[16]["reason"]
 
 
-def test_a_soak_has_no_part_in_what_trains_by_itself_or_is_not_run():
+def test_a_soak_has_no_part_in_what_trains_by_itself():
     space = rl.Space()
     space.choice("micro_batch", [1, 2])
     with pytest.raises(
         UsageError, match="soak=True trains a workload's winner .* cannot be used with a command or a callable"
     ):
         rl.tune(lambda config: 1.0, space, soak=True)
-    with pytest.raises(UsageError, match="cannot be used with simulated trials, which do not run"):
-        rl.tune("gpt2-tiny", runner="simulate", hardware="h100-80gb", soak=True)
 
 
 def folder_of(throughputs, step_ms=10.0):

@@ -30,8 +30,6 @@ DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
 SEARCH_RUNNERS = (*RUNNERS, "emulate")
 """Names for `--runner`."""
-SIMULATE = "simulate"
-"""Runner that measures nothing, for tests of searches; only in Python."""
 IN_PROCESS = "function"
 """Runner of a callable that is not isolated."""
 
@@ -146,8 +144,7 @@ class RunRequest:
     Args:
         runner: `ray` or `local`; `emulate` runs some ranks of each trial on one device here, and prices their
             communication. By default `ray`, but `local` for a command or a callable. In Python also a `Runner`, which
-            decides on which devices its trials run, and `simulate`, which draws the results of a cluster of `hardware`
-            from the estimate and measures nothing: for tests of searches.
+            decides on which devices its trials run.
         direction: `max` or `min` of the number that a callable returns. With `min` the throughput is its reciprocal, so
             that it must be positive, and `result.best.value` is the number itself.
         isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever ends
@@ -280,11 +277,6 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         return "local" if self.called or isinstance(self.target, Command) else "ray"
 
     @cached_property
-    def timeout_s(self) -> float | None:
-        """As in `RunRequest`. Simulated trials take no time, so that they have none unless it is given."""
-        return None if self.runs_on == SIMULATE and not self.given("trial_timeout") else super().timeout_s
-
-    @cached_property
     def runs_on(self) -> str:
         """Name of the runner: the requested or the default one, or `function` without isolation.
 
@@ -294,7 +286,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         if isinstance(self.runner, Runner):
             return self.runner.name
         if self.isolate:
-            if self.runner is not None and self.runner not in (*SEARCH_RUNNERS, SIMULATE):
+            if self.runner is not None and self.runner not in SEARCH_RUNNERS:
                 raise UsageError(unknown("runner", self.runner, SEARCH_RUNNERS))
             return self.runner or self.runs_by_default_on
         if not self.called:

@@ -68,7 +68,6 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         "seed": request.seed,
         "runner": request.runs_on,
         "trial_timeout_s": request.timeout_s,
-        **({"simulated": True} if task.simulated else {}),
         **({"emulated": True} if task.emulated else {}),
         **({"soak": True} if request.soak else {}),
         **({"lossy": task.lossy} if task.lossy else {}),
@@ -123,7 +122,7 @@ def request_again(folder: str | Path) -> dict[str, Any]:
 
 def _per_host(task: "Task") -> int:
     """Returns the number of devices of a host, as seen from this machine. On a cluster the runner corrects it."""
-    return task.shown.count if task.simulated or task.emulated or task.device.type == "cuda" else task.devices
+    return task.shown.count if task.emulated or task.device.type == "cuda" else task.devices
 
 
 def plan_of(
@@ -184,10 +183,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, trials: 
     for name, values in (request.override or {}).items():
         between = ";" if name in BLOCK_KNOBS else ","
         command += ["--set", f"{name}={between.join(exact_text(value) for value in values)}"]
-    # A simulated run is repeated by measuring.
-    machine_options = () if task.simulated else ("runner", "hardware")
-    measuring_options = request.given(*machine_options, "trial_timeout", "measure_time")
-    for name, value in measuring_options.items():
+    for name, value in request.given("runner", "hardware", "trial_timeout", "measure_time").items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             command.append(flag)

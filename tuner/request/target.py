@@ -53,8 +53,6 @@ class Task:
     """Description of the command's training."""
     free_batch: bool = False
     """True if the samples per step vary with `grad_accum`, because no global batch was given."""
-    simulated: bool = False
-    """True if trials are predictions."""
     emulated: bool = False
     """True if a trial runs some of its ranks, on one device."""
     stands_for: Device | None = None
@@ -94,16 +92,14 @@ def resolve_task(
     request: TrainingRequest,
     *,
     cluster: bool = False,
-    simulated: "Hardware | None" = None,
     emulated: bool = False,
     stands_for: "Hardware | None" = None,
     device: Device | None = None,
 ) -> Task:
     """Resolves a request on the devices at hand.
 
-    With `cluster`, devices may be on other hosts and are counted by the runner. With `simulated`, devices are of this
-    hardware, by default those of one node. With `emulated`, one device of this machine stands for all,
-    as if it were `stands_for`. With `device`, devices are of this kind, on any host.
+    With `cluster`, devices may be on other hosts and are counted by the runner. With `emulated`, one device of this
+    machine stands for all, as if it were `stands_for`. With `device`, devices are of this kind, on any host.
 
     Raises:
         UsageError: the request is invalid.
@@ -112,18 +108,12 @@ def resolve_task(
 
     request.check_values()
     target = request.target
-    if simulated is not None:
-        device = device_of(simulated)
-        count = request.devices or device.count
-        notes: tuple[str, ...] = (f"simulated: nothing is run, trials are predictions for {count} x {device.name}",)
-    elif emulated:
-        device = device or detect()
-        count = request.devices or device.count
+    cluster = cluster or device is not None
+    device = device or detect()
+    count = request.devices or device.count
+    if emulated:
         notes = (f"emulated: one device here stands for {count}; ranks run alone, and their communication is priced",)
     else:
-        cluster = cluster or device is not None
-        device = device or detect()
-        count = request.devices or device.count
         notes = _check_devices(count, device, cluster)
     if isinstance(target, (str, Path, Workload, ServerModel)):
         resolved = resolve(request, device, count)
@@ -137,7 +127,6 @@ def resolve_task(
             notes=notes + resolved.notes,
             device=device,
             devices=count,
-            simulated=simulated is not None,
             emulated=emulated,
             stands_for=None if stands_for is None else device_of(stands_for),
         )
@@ -150,7 +139,6 @@ def resolve_task(
         "notes": notes,
         "device": device,
         "devices": count,
-        "simulated": simulated is not None,
         "emulated": emulated,
     }
     if isinstance(target, Command):
@@ -158,8 +146,6 @@ def resolve_task(
     if not callable(target):
         raise UsageError(f"the target must be a model's name, a Workload, a Command or a callable, but got {target!r}")
     _refuse_parts(request, _OF_A_WORKLOAD, "a callable")
-    if simulated is not None:
-        raise UsageError("the runner 'simulate' needs a model or a workload, not a callable")
     space, space_notes = request.space_or(_no_default)
     _check_effects(space, request.fix)
     common["notes"] += space_notes
@@ -175,10 +161,6 @@ def _command_task(target: Command, request: TrainingRequest, common: dict[str, A
     workload, model_notes = _command_workload(target, trained, request)
     if workload is None:
         _refuse_parts(request, ("seq_len", "lora"), "a command, unless --model names its model")
-        if common["simulated"]:
-            raise UsageError(
-                "the runner 'simulate' predicts trials, and needs the model that a command trains: --model"
-            )
     space, allowed = request.space_or(partial(_command_space, target, trained, request, count))
     if "grad_accum" in space.by_name:
         trained = replace(trained, global_batch=None)

@@ -1,19 +1,18 @@
-"""Searches of a simulated cluster, and the initial estimate of a search."""
+"""A whole search beside its estimate, and the initial estimate of a search."""
 
 import csv
 
 import pytest
 import redline as rl
 import torch
-import yaml
-from command_line import run
+from predicted_runner import predicted
 from redline.estimator import Hardware
 from redline.tuner import predicting
 from torch import nn
 
-NARROW = {
-    "global_batch": 1024,
-    "fix": {
+ASKED = predicted(
+    "gpt2-tiny", "a100-40gb", devices=256, trials=6, patience=0, global_batch=1024,
+    fix={
         "attention": "sdpa",
         "precision": "bf16",
         "fusion": False,
@@ -21,20 +20,17 @@ NARROW = {
         "offload": "none",
         "fused_optimizer": True,
     },
-}
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A simulated search for 256 devices."""
-    out = tmp_path_factory.mktemp("runs") / "simulated"
-    result = rl.tune(
-        "gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=256, trials=6, patience=0, out=out, **NARROW
-    )
-    return result, out
+    """A search for 256 devices."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    return rl.tune("gpt2-tiny", out=out, **ASKED), out
 
 
-def test_a_whole_search_runs_on_predictions(finished):
+def test_a_search_for_many_devices_has_the_estimate_of_each_trial(finished):
     result, out = finished
     config = result.best.config
     assert config["tp"] * config["sp"] * config["cp"] * config["pp"] * config["dp"] == 256
@@ -48,23 +44,9 @@ def test_a_whole_search_runs_on_predictions(finished):
         assert row["throughput"] != row["predicted_throughput"]
 
 
-def test_simulated_results_are_marked_everywhere(finished, capsys, tmp_path):
-    _, out = finished
-    assert yaml.safe_load((out / "run.yaml").read_text())["asked"]["simulated"] is True
-    assert yaml.safe_load((out / "best.yaml").read_text())["simulated"] is True
-    code, shown, _ = run(capsys, "show", out)
-    assert code == 0 and "simulated, nothing was run: these are predictions for 256 x a100-40gb" in shown
-    from redline.views.report.document import document
-    from redline.views.report.run_files import RunFiles
-
-    page = document(RunFiles.read(out))
-    assert page["simulated"] is True and page["problems"] == []
-    assert ["Simulated", "nothing was run: these are predictions"] in page["asked"]
-
-
 def test_the_same_seed_finds_the_same(finished, tmp_path):
     first, _ = finished
-    again = rl.tune("gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=256, trials=6, patience=0, **NARROW)
+    again = rl.tune("gpt2-tiny", **ASKED)
     assert again.best.config == first.best.config
     assert again.best.throughput == pytest.approx(first.best.throughput)
 
