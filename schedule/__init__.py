@@ -5,13 +5,11 @@ from .build import build
 from .graph.pattern import call_module
 from .parallel.sharding import full_state_dict, load_full_state_dict
 from .random_state import seed_ranks
-from .recipe import apply_recipe
 from .schedule import Schedule, create_schedule, list_primitives, register_primitive
 from .verify import verify
 
 __all__ = [
     "Schedule",
-    "apply_recipe",
     "build",
     "call_module",
     "collectives",

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..base.errors import ScheduleError
-from .calls import PrimitiveCall
-from .tree import ScheduledModule
+from .tree import PrimitiveCall, ScheduledModule
 
 Extra = ParamSpec("Extra")
 """Arguments of a primitive in addition to the schedule."""
@@ -35,7 +34,7 @@ def primitive(
                 "create a schedule of a fresh model"
             )
         result = function(sch, *args, **kwargs)
-        # After the call: a refused call is not a step of the recipe.
+        # After the call: a refused call is not a step.
         sch.tree.steps.append(PrimitiveCall(sch.path, label, args, kwargs))
         return sch if result is None else result
 

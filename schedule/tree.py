@@ -4,17 +4,17 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Self, overload
 
+import torch
 from torch import fx, nn
 
 from ..base._torch import children_of
 from ..base._transformers import initialises
 from ..base.errors import MissingModuleError, ScheduleError, unknown
-from .calls import PrimitiveCall, to_recipe
 from .forward import layers_of
 from .graph.operations import Call, SubgraphCall, SyncCall
 from .graph.trace import ITSELF, Traced
@@ -43,6 +43,22 @@ class Deferred:
     """Called as `apply(sch, module, context, **arguments)`."""
     arguments: dict[str, Any]
     """Plain data."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrimitiveCall:
+    """One call of a primitive."""
+
+    path: str
+    """Path of the module it was called on; the root is the empty string."""
+    primitive: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        arguments = [_short(value) for value in self.args]
+        arguments += [f"{key}={_short(value)}" for key, value in self.kwargs.items()]
+        return f"{self.primitive}({', '.join(arguments)})"
 
 
 class Tree:
@@ -186,10 +202,6 @@ class ScheduledModule:
         """Returns the work with this `apply` that is deferred to `build` for this module."""
         return [work for work in self.tree.deferred if work.path == self.path and work.apply is apply]
 
-    def recipe(self) -> list[dict[str, Any]]:
-        """The steps so far as plain data; see `redline.schedule.apply_recipe`."""
-        return to_recipe(self.tree.steps)
-
     def copy(self) -> Self:
         """An independent copy of the whole model and of everything applied to it."""
         return type(self)(copy.deepcopy(self.tree), self.path)
@@ -329,3 +341,18 @@ def _label(module: nn.Module) -> str:
 
 def _marks(steps: "list[str] | tuple[str, ...]") -> str:
     return f"  [{'; '.join(steps)}]" if steps else ""
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"tensor{tuple(value.shape)}"
+    if callable(value) and hasattr(value, "__name__"):
+        return value.__name__
+    if hasattr(value, "names"):  # a handle of find, which may no longer be in its graph
+        return "+".join(value.names)
+    if isinstance(value, (list, tuple)) and value and all(hasattr(handle, "names") for handle in value):
+        return f"[{', '.join(_short(handle) for handle in value)}]"
+    rendered = repr(value)
+    return rendered if len(rendered) <= 40 else rendered[:37] + "..."

@@ -9,7 +9,6 @@ from torch import fx, nn
 
 from ...base._torch import is_erased
 from ...base.errors import ScheduleError
-from ..calls import as_plain
 from ..forward import layers_of
 from ..tree import ScheduledModule, join
 from .pattern import Attribute, ClosestMiss, match, trace_pattern
@@ -35,8 +34,6 @@ class Subgraph:
     """Values of the pattern's parameters: nodes, attributes of modules, or constants."""
     outputs: tuple[fx.Node, ...]
     """Nodes whose values the pattern returns."""
-    pattern: Pattern | None
-    where: Where | None = None
 
     @property
     def names(self) -> list[str]:
@@ -49,11 +46,6 @@ class Subgraph:
         return "\n".join(line.split("  #")[0] for line in lines[start:] if line.strip())
 
     __repr__ = __str__
-
-    def to_recipe(self) -> dict[str, Any]:
-        """Returns the handle as plain data: pattern, path of the traced module, and names of the nodes."""
-        plain = {"find": as_plain(self.pattern, "find"), "at": self.path, "nodes": self.names}
-        return plain if self.where is None else {**plain, "where": as_plain(self.where, "find")}
 
 
 def traced_below(sch: ScheduledModule) -> list[tuple[str, nn.Module, Traced]]:
@@ -89,7 +81,7 @@ def find_subgraphs(
         subgraphs = [
             subgraph
             for traced_module in traced_modules
-            for subgraph in _by_pattern(*traced_module, pattern, graph, miss)
+            for subgraph in _by_pattern(*traced_module, graph, miss)
             if predicate is None or any(map(predicate, subgraph.nodes))
         ]
     else:
@@ -118,12 +110,10 @@ def _single(
     for node in layer.graph.nodes:
         is_match = _named(node) and (pattern is None or re.fullmatch(pattern, _name(node)))
         if is_match and (predicate is None or predicate(node)):
-            yield Subgraph(path, module, layer, (node,), tuple(node.all_input_nodes), (node,), pattern, predicate)
+            yield Subgraph(path, module, layer, (node,), tuple(node.all_input_nodes), (node,))
 
 
-def _by_pattern(
-    path: str, module: nn.Module, layer: Traced, pattern: Pattern, graph: fx.Graph, miss: ClosestMiss
-) -> Iterable[Subgraph]:
+def _by_pattern(path: str, module: nn.Module, layer: Traced, graph: fx.Graph, miss: ClosestMiss) -> Iterable[Subgraph]:
     used: set[fx.Node] = set()
     order = {node: position for position, node in enumerate(layer.graph.nodes)}
     parameters = [node for node in graph.nodes if node.op == "placeholder"]
@@ -134,7 +124,7 @@ def _by_pattern(
         # The first of overlapping matches wins. A node cannot be an input of its own subgraph.
         if used.isdisjoint(nodes) and not any(value is node for value in inputs for node in nodes):
             used.update(nodes)
-            yield Subgraph(path, module, layer, tuple(nodes), inputs, tuple(outputs), pattern)
+            yield Subgraph(path, module, layer, tuple(nodes), inputs, tuple(outputs))
 
 
 def extract(subgraph: Subgraph) -> tuple[fx.Graph, list[fx.Node]]:
@@ -215,20 +205,4 @@ def merged(label: str, handles: list[Subgraph]) -> Subgraph:
         if not any(value is earlier or (isinstance(value, Attribute) and value == earlier) for earlier in inputs):
             inputs.append(value)
     outputs = tuple(node for handle in handles for node in handle.outputs)
-    return replace(first_subgraph, nodes=tuple(nodes), inputs=tuple(inputs), outputs=outputs, where=None)
-
-
-def from_recipe(sch_at: ScheduledModule, plain: Any, value: Callable[..., Any]) -> Subgraph:
-    """Returns the subgraph of a handle written by `to_recipe`."""
-    root = ScheduledModule(sch_at.tree)
-    sch = root[plain["at"]] if plain["at"] else root
-    subgraphs = find_subgraphs(sch, value(plain["find"], sch_at), value(plain.get("where"), sch_at))
-    for subgraph in subgraphs:
-        if subgraph.path == sch.path and subgraph.names == plain["nodes"]:
-            return subgraph
-    subgraph_by_node = {
-        name: subgraph for subgraph in subgraphs if subgraph.path == sch.path for name in subgraph.names
-    }
-    if all(name in subgraph_by_node for name in plain["nodes"]):  # several subgraphs that were replaced together
-        return merged("recipe", list(dict.fromkeys(subgraph_by_node[name] for name in plain["nodes"])))
-    raise ScheduleError(f"recipe: no match in '{sch.name}' consists of {plain['nodes']}")
+    return replace(first_subgraph, nodes=tuple(nodes), inputs=tuple(inputs), outputs=outputs)

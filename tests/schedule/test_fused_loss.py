@@ -215,10 +215,7 @@ def test_verify_holds_and_names_in_the_state_stay():
     model, _ = rl.build(sch)
     assert list(model.state_dict()) == names
     assert isinstance(model(input_ids=tokens).logits, FusedLogits)
-    with torch.device("meta"):
-        again = rl.create_schedule(GPT2LMHeadModel(config))
-    rl.schedule.apply_recipe(again, sch.recipe())
-    assert [each.primitive for each in again.tree.steps] == ["fused_loss"]
+    assert [each.primitive for each in sch.tree.steps] == ["fused_loss"]
 
 
 def verify_in_pieces():

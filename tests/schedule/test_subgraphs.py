@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-import yaml
 from ranks import mesh
 from redline.base.errors import ScheduleError
-from redline.schedule import apply_recipe, build, call_module, create_schedule, verify
+from redline.schedule import build, call_module, create_schedule, verify
 from redline.schedule.forward import layers_of
 from redline.schedule.primitives.checkpoint import Checkpointed
 from torch import nn
@@ -239,16 +238,14 @@ def linear(x, w, b):
     return F.linear(x, w, b)
 
 
-def test_names_and_joint_replacements_replay():
+def test_a_joint_replacement_has_its_name():
+    x = torch.randn(2, 8)
+    expected = seeded(Projections)(x)
     sch = create_schedule(seeded(Projections))
     sch.trace()
     sch.replace(three, sch.find(linear), name="qkv", together=True)
     assert sch.find("qkv") and not sch.find("[qkv]")
-    text = yaml.safe_dump(sch.recipe())
-    again = apply_recipe(create_schedule(seeded(Projections)), yaml.safe_load(text))
-    assert str(again.graph) == str(sch.graph) and again.recipe() == sch.recipe()
-    x = torch.randn(2, 8)
-    assert torch.equal(build(again)[0](x), build(sch)[0](x))
+    assert torch.allclose(build(sch)[0](x), expected, atol=1e-6)
 
 
 # Requests for subgraphs

@@ -1,4 +1,4 @@
-"""verify and recipes."""
+"""verify."""
 
 import copy
 import re
@@ -6,9 +6,8 @@ import re
 import numeric
 import pytest
 import torch
-import yaml
 from redline.base.errors import ScheduleError
-from redline.schedule import apply_recipe, build, create_schedule, verify
+from redline.schedule import build, create_schedule, verify
 from torch import nn
 
 
@@ -138,44 +137,3 @@ def test_verify_comes_before_build(mlp):
     build(sch)
     with pytest.raises(ScheduleError, match="a schedule before build"), verify(sch, torch.ones(1, 8)):
         raise AssertionError("the body does not run")
-
-
-def test_a_recipe_goes_through_yaml_and_replays(make_transformer, tokens):
-    sch = create_schedule(make_transformer("gpt2"))
-    sch["transformer.h.0"].checkpoint(policy=[torch.ops.aten.mm.default])
-    sch["transformer.h.1"].cast(torch.bfloat16)
-    sch["transformer.ln_f"].annotate("weight", "group", "norms").hook("fwd_post", print_nothing)
-    sch["transformer"].replace_all(nn.LayerNorm, exact_norm)
-    sch["transformer.h.0.mlp"].compile(backend="eager")
-    text = yaml.safe_dump(sch.recipe())
-    again = apply_recipe(create_schedule(make_transformer("gpt2")), yaml.safe_load(text))
-    assert again.recipe() == sch.recipe() == yaml.safe_load(text)
-    assert str(again) == str(sch)
-    one, two = (build(each)[0] for each in (sch, again))
-    assert torch.equal(one(tokens).logits, two(tokens).logits)
-    assert two.transformer.ln_f.weight.group == "norms"
-
-
-def print_nothing(*args):
-    return None
-
-
-def test_a_recipe_refuses_what_text_cannot_say_and_what_is_no_recipe(mlp):
-    sch = create_schedule(mlp)
-    sch["fc1"].replace(lambda old: nn.Linear(8, 16))
-    with pytest.raises(ScheduleError, match="imported by name"):
-        sch.recipe()
-    for bad, reason in [
-        ([{"path": "fc1"}], "must have path and primitive"),
-        ([{"path": "fc1", "primitive": "chekpoint"}], "did you mean 'checkpoint'"),
-        ([{"path": "fc3", "primitive": "checkpoint"}], "did you mean 'fc"),
-        ([{"path": "fc1", "primitive": "cast", "args": [{"dtype": "bf17"}]}], "unknown dtype 'bf17'"),
-        ([{"path": "fc1", "primitive": "cast", "args": [{"dtype": "int8"}]}], "step 0: cast on 'fc1'"),
-        (
-            [{"path": "fc1", "primitive": "replace", "args": [{"import": "torch.nn:Nothing"}]}],
-            "cannot import",
-        ),
-        ("checkpoint", "list of steps"),
-    ]:
-        with pytest.raises(ScheduleError, match=reason):
-            apply_recipe(create_schedule(copy.deepcopy(mlp)), bad)
