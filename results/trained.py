@@ -10,8 +10,8 @@ out-of-memory.json  written if ranks of a launcher ran out of memory, with their
                     start
 """
 
-import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from ..base.writing import cannot_write, write_yaml
 DOCUMENT, LOG, CHECKPOINTS = "train.yaml", "log.jsonl", "checkpoints"
 DATA, LOGS, STOP, OUT_OF_MEMORY = "data", "logs", "stop", "out-of-memory.json"
 FORMAT = 1
-LONGEST_LINE = 1 << 20
-"""Longest part of a line of the log that is read, bytes."""
 _END = 1 << 20
 """Size of the end of a log that is read for its last steps, bytes."""
 
@@ -88,78 +86,27 @@ class LogReader:
 
     def __init__(self, folder: Path, begin: int = 0) -> None:
         self._folder, self._at, self._rest = folder, begin, b""
-        self._skips, self._file = False, 0
-        self.unread = 0
-        """Bytes that exist but are not read yet."""
-        self.damaged = 0
-        """Number of lines that were left out."""
 
-    def lines(self, at_most: int | None = None) -> Iterator[dict[str, Any]]:
+    def lines(self) -> Iterator[dict[str, Any]]:
         """Yields new complete lines. Lines that are not JSON objects, such as one that a full disk truncated, are
         left out.
-
-        Args:
-            at_most: bytes to read this time; None for all.
 
         Raises:
             OSError: the log exists but cannot be read.
         """
         try:
             with open_inside(self._folder, LOG) as file:
-                about = os.fstat(file.fileno())
-                self._file = about.st_ino
                 file.seek(self._at)
-                data = file.read(-1 if at_most is None else at_most)
+                data = file.read()
         except FileNotFoundError:
             return
         self._at += len(data)
-        self.unread = max(0, about.st_size - self._at)
         *complete, self._rest = (self._rest + data).split(b"\n")
-        if complete and self._skips:  # the end of a line longer than `LONGEST_LINE`
-            complete, self._skips = complete[1:], False
-        if len(self._rest) > LONGEST_LINE:
-            self.damaged += not self._skips
-            self._rest, self._skips = b"", True
         for line in complete:
-            try:
+            with suppress(Malformed):
                 record = parse_json(line)
-            except Malformed:
-                record = None
-            if isinstance(record, dict):
-                yield record
-            else:
-                self.damaged += 1
-
-    @property
-    def position(self) -> int:
-        """Number of bytes read."""
-        return self._at
-
-    def replaced(self) -> bool:
-        """Returns True if the log was replaced by another one, which is then read from its beginning."""
-        try:
-            about = os.stat(self._folder / LOG, follow_symlinks=False)
-        except OSError:
-            return False
-        if self._at <= about.st_size and self._file in (0, about.st_ino):
-            return False
-        self._at, self._rest, self._skips, self._file, self.damaged = 0, b"", False, 0, 0
-        return True
-
-
-def step_before(line: Mapping[str, Any], last_step: int) -> int | None:
-    """Returns the step that a line returns to, in a log that has reached step `last`; None if it continues.
-
-    Steps after a checkpoint are done, and logged, again when a training is resumed from it.
-    """
-    kind, step = line.get("kind"), line.get("step")
-    if not isinstance(step, int):
-        return None
-    if kind == "resumed" and step < last_step:
-        return step
-    if (kind == "step" and step <= last_step) or (kind == "evaluation" and step < last_step):
-        return step - 1  # from the beginning, without a checkpoint
-    return None
+                if isinstance(record, dict):
+                    yield record
 
 
 def highest_step(folder: Path) -> int:

@@ -13,7 +13,7 @@ from .ledger import Ledger
 from .measurement import Trial
 from .names import BEST, LEDGER, RUN, TABLE, holds_run, run_of
 from .records import LARGEST_LEDGER
-from .trained import holds_training
+from .trained import LOG, holds_training
 
 
 def instead_of_run(path: Path) -> str:
@@ -21,7 +21,7 @@ def instead_of_run(path: Path) -> str:
     contains neither.
     """
     if holds_training(path):
-        return f"; it contains a training, which `redline dashboard {path.parent}` shows"
+        return f"; it contains a training, whose steps are in '{path / LOG}'"
     below = sorted(file.parent.name for name in (RUN, TABLE) for file in path.glob(f"*/{name}"))
     return f"; there is one in '{path / below[0]}'" if below else ""
 

@@ -55,8 +55,8 @@ def test_runs_are_found_at_any_depth_but_not_through_links_hidden_folders_or_log
     (root / "f").mkdir()
     (root / "f" / "trials.csv").symlink_to(tmp_path / "elsewhere" / "trials.csv")
     (root / "g" / "trials.csv").mkdir(parents=True)
-    assert find_folders(root).runs == ["a", "b/c/d", "b/c/e"]
-    assert find_folders(root / "a").runs == ["."]
+    assert find_folders(root) == ["a", "b/c/d", "b/c/e"]
+    assert find_folders(root / "a") == ["."]
 
 
 def test_a_line_of_the_list_tells_state_trials_best_and_how_it_grew(tmp_path, disk):

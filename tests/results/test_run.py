@@ -376,7 +376,7 @@ def test_a_view_needs_the_ledger_and_nothing_else(tmp_path, open_run, point, ok)
     (tmp_path / "trials.csv").unlink()
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "train.yaml").write_text("{}")
-    training = "contains no run.*; it contains a training, which `redline dashboard .*` shows"
+    training = "contains no run.*; it contains a training, whose steps are in '.*log.jsonl'"
     for path, words in [(tmp_path, "contains no run"), (tmp_path / "no", "no folder"), (tmp_path / "train", training)]:
         with pytest.raises(StudyError, match=words):
             View(path)

@@ -11,12 +11,11 @@ from ...results.table import LARGEST_TABLE
 from ..report.exports import exports
 from ..report.page import SCRIPTS, asset, bundle
 from .library import Library
-from .trainings import PRINTED_BYTES
 
 LOG_BYTES = 256 * 1024
 """Bytes shown from the end of a log; the whole log can be downloaded."""
 
-PAGES = ("api", "list", "watch", "curves", "training", "overlay", "main")
+PAGES = ("api", "list", "watch", "overlay", "main")
 """The scripts of the dashboard itself, loaded after those that it shares with the report."""
 
 
@@ -60,25 +59,12 @@ def make_app(library: Library) -> Any:
 
     @app.get("/api/runs")
     def runs() -> Response:
-        return answer({"root": library.root.name, "runs": library.lines(), "trainings": library.trainings.lines()})
+        return answer({"root": library.root.name, "runs": library.lines()})
 
     @app.get("/api/run")
     def run(run: str, have: str = "") -> Response:
         changes = library.changes(run, have)
         return Response(status_code=204) if changes is None else answer(changes)
-
-    @app.get("/api/training")
-    def training(training: str, have: str = "") -> Response:
-        changes = library.trainings.changes(training, have)
-        return Response(status_code=204) if changes is None else answer(changes)
-
-    @app.get("/api/printed")
-    def printed(training: str) -> Response:
-        try:
-            name, output, size = library.trainings.printed(training)
-        except OSError as error:
-            return answer({"why": f"The output of the ranks cannot be shown: {error.strerror or error}."})
-        return answer({"name": name, "text": output, "size": size, "cut": size > PRINTED_BYTES})
 
     @app.get("/api/exports")
     def formats(run: str, trial: int) -> Response:

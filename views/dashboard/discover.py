@@ -1,11 +1,10 @@
-"""Search for the runs and trainings below a folder."""
+"""Search for the runs below a folder."""
 
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from ...results.names import LEDGER, LOGS, RUN, TABLE
 from ...results.trained import CHECKPOINTS, DATA, DOCUMENT
@@ -23,37 +22,26 @@ _OF_RUNS = frozenset({RUN, LEDGER, TABLE})
 _NEVER = frozenset({"node_modules", "__pycache__", "site-packages", LOGS})
 
 
-class FoundFolders(NamedTuple):
-    """The runs and trainings below a folder: sorted paths relative to it, with `/`; `.` is the folder itself."""
-
-    runs: list[str]
-    """Folders of searches."""
-    trainings: list[str]
-    """Folders with a train.yaml."""
-
-
-def find_folders(root: Path) -> FoundFolders:
-    """Returns the folders below `root` that contain a run or a training.
+def find_folders(root: Path) -> list[str]:
+    """Returns the folders below `root` that contain a run: sorted paths relative to it, with `/`; `.` is the folder itself.
 
     A run has a run.yaml, study.log or trials.csv that is a regular file. Links are not followed; hidden and unreadable
-    folders are skipped.
+    folders are skipped, and the large ones of a training.
     """
-    folders = list(_walk(root))
-    runs = sorted(path for path, files in folders if files & _OF_RUNS)
-    return FoundFolders(runs, sorted(path for path, files in folders if DOCUMENT in files))
+    return sorted(_walk(root))
 
 
 class Folders:
-    """The runs and trainings below `root`, searched for at intervals. Thread-safe."""
+    """The runs below `root`, searched for at intervals. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._latest = FoundFolders([], [])
+        self._latest: list[str] = []
         self._until = float("-inf")
         self._lock = threading.Lock()
 
-    def latest(self) -> FoundFolders:
-        """Returns the runs and trainings of the last search."""
+    def latest(self) -> list[str]:
+        """Returns the runs of the last search."""
         with self._lock:
             begin = time.monotonic()
             if begin >= self._until:
@@ -63,8 +51,8 @@ class Folders:
             return self._latest
 
 
-def _walk(root: Path) -> Iterator[tuple[str, set[str]]]:
-    """Yields the folders that contain a run or training, with the names of their files."""
+def _walk(root: Path) -> Iterator[str]:
+    """Yields the folders that contain a run."""
     todo = [("", 0)]
     seen = 0
     while todo and seen < MOST_FOLDERS:
@@ -75,8 +63,8 @@ def _walk(root: Path) -> Iterator[tuple[str, set[str]]]:
         except OSError:  # removed in the meantime, or not readable
             continue
         files = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
-        if files & {*_OF_RUNS, DOCUMENT}:
-            yield relative or ".", files
+        if files & _OF_RUNS:
+            yield relative or "."
         never = _NEVER | {CHECKPOINTS, DATA} if DOCUMENT in files else _NEVER
         if depth < DEEPEST:
             todo += [

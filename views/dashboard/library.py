@@ -19,7 +19,6 @@ from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run
 from ..report import RunFiles, document, words
 from ..report.document import as_json, rows
 from .discover import Folders
-from .trainings import Trainings
 
 DOCUMENTS = 8
 """Largest number of runs whose whole document is cached. For the others only the line in the list is cached."""
@@ -70,8 +69,6 @@ class Library:
             raise StudyError(f"there is no folder '{root}'; give the folder that holds your runs")
         self.root = Path(root).resolve()
         self._folders = Folders(self.root)
-        self.trainings = Trainings(self._folders)
-        """The trainings under the same folder."""
         self._entries: dict[str, _Entry] = {}
         self._page_states: OrderedDict[str, _PageState] = OrderedDict()
         self._lock = threading.RLock()
@@ -83,7 +80,7 @@ class Library:
 
     def ids(self) -> list[str]:
         """Returns the runs, as paths below the root."""
-        run_ids = list(self._folders.latest().runs)
+        run_ids = list(self._folders.latest())
         with self._lock:
             for gone in self._entries.keys() - set(run_ids):
                 del self._entries[gone]

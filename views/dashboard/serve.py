@@ -42,15 +42,15 @@ def serve(
         started: receives the uvicorn server before it runs; its `should_exit` ends it.
 
     Raises:
-        StudyError: the folder does not exist, or contains no readable run or training.
+        StudyError: the folder does not exist, or contains no readable run.
         UsageError: the address or token cannot be used.
         MissingDependency: FastAPI or uvicorn is not installed.
     """
     library = Library(root)
-    if not library.ids() and not library.trainings.ids():
+    if not library.ids():
         raise StudyError(
-            f"'{root}' and its subfolders contain no run and no training: there is no run.yaml, study.log, trials.csv or "
-            "train.yaml; give the folder that contains the --out folders of your runs"
+            f"'{root}' and its subfolders contain no run: there is no run.yaml, study.log or trials.csv; give the folder "
+            "that contains the --out folders of your runs"
         )
     _readable(library)
     try:
@@ -76,7 +76,8 @@ def serve(
     if port not in (0, chosen):
         say(f"port {port} is in use; serving on {chosen} instead")
     # On a line of its own the address can be clicked in terminals.
-    say(f"redline dashboard of {library.root}, {_counted(library)}:\n{address(host, chosen, token)}")
+    count = len(library.ids())
+    say(f"redline dashboard of {library.root}, {count} run{'s' * (count != 1)}:\n{address(host, chosen, token)}")
     hosts = ("localhost", "127.0.0.1", "[::1]", host.lower()) if local and token is None else None
     config = uvicorn.Config(
         Guard(app, token=token, hosts=hosts), log_level="warning", access_log=False, server_header=False,
@@ -96,8 +97,6 @@ def serve(
 
 def _readable(library: Library) -> None:
     """Raises the error of the first run if no run can be read; otherwise pages show the errors."""
-    if library.trainings.ids():
-        return
     first_error: NotFound | StudyError | None = None
     for run in library.ids():
         try:
@@ -107,11 +106,6 @@ def _readable(library: Library) -> None:
         else:
             return
     raise first_error or AssertionError("there is a run")
-
-
-def _counted(library: Library) -> str:
-    counts = {"run": len(library.ids()), "training": len(library.trainings.ids())}
-    return " and ".join(f"{count} {noun}{'s' * (count != 1)}" for noun, count in counts.items() if count)
 
 
 def is_local(host: str) -> bool:

@@ -1,4 +1,4 @@
-// The list of runs and trainings, with their states, and the choice of runs to overlay.
+// The list of runs, with their states, and the choice of runs to overlay.
 
 const chosenRuns = new Set();
 
@@ -62,12 +62,6 @@ function runLine(each, root, chose) {
     el("span", { class: "under run-when" }, el("span", { title: "last changed" }, ago(each.changed)), each.began ? el("span", { title: `begun ${each.began}` }, `begun ${each.began.slice(0, 16)}`) : null));
 }
 
-function drawTrainings(place, answer, wanted) {
-  clear(place).hidden = !answer.trainings.length;
-  const shown = answer.trainings.filter((each) => wanted.every((word) => `${each.name} ${each.training} ${STATES[each.state]} training`.toLowerCase().includes(word)));
-  place.append(el("h2", { id: "trainings-title" }, "Trainings"), el("ul", { class: "runs" }, shown.map((each) => trainingLine(each, answer.root))));
-}
-
 function listPage(page) {
   let known = "";
   let answer = null;
@@ -76,7 +70,6 @@ function listPage(page) {
   const overlay = el("button", { type: "button", class: "primary", id: "overlay" }, "Overlay");
   const summary = el("p", { class: "under", role: "status" });
   const list = el("ul", { class: "runs" });
-  const trainings = el("section", { id: "trainings", "aria-labelledby": "trainings-title" });
   overlay.addEventListener("click", () => { location.hash = `#/overlay/${[...chosenRuns].map(encodeURIComponent).join("/")}`; });
   const chose = () => {
     overlay.disabled = chosenRuns.size < 2;
@@ -85,20 +78,17 @@ function listPage(page) {
   const draw = () => {
     if (!answer) return;
     const wanted = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    drawTrainings(trainings, answer, wanted);
-    list.hidden = !answer.runs.length && answer.trainings.length > 0;
     const shown = answer.runs.filter((each) => wanted.every((word) => `${each.name} ${each.run} ${STATES[each.state]} ${each.state} ${each.devices} ${each.simulated ? "simulated" : ""} ${each.lossy ? "lossy" : ""}`.toLowerCase().includes(word)));
     shown.sort(LIST_ORDERS[order.value]);
     for (const each of [...chosenRuns]) if (!answer.runs.some((run) => run.run === each)) chosenRuns.delete(each);
     const running = answer.runs.filter((each) => each.state === "running").length;
-    const counted = answer.trainings.length ? ` and ${plural(answer.trainings.length, "training")}` : "";
-    summary.textContent = `${shown.length === answer.runs.length ? plural(shown.length, "run") : `${shown.length} of ${plural(answer.runs.length, "run")}`}${running ? `, ${running} running` : ""}${counted} in ${answer.root}`;
+    summary.textContent = `${shown.length === answer.runs.length ? plural(shown.length, "run") : `${shown.length} of ${plural(answer.runs.length, "run")}`}${running ? `, ${running} running` : ""} in ${answer.root}`;
     clear(list).append(...shown.map((each) => runLine(each, answer.root, chose)));
     chose();
   };
   search.addEventListener("input", draw);
   order.addEventListener("change", draw);
-  page.append(el("header", { class: "title" }, el("h1", {}, "Runs"), summary), el("div", { class: "row filters" }, search, order, overlay), list, trainings);
+  page.append(el("header", { class: "title" }, el("h1", {}, "Runs"), summary), el("div", { class: "row filters" }, search, order, overlay), list);
   chose();
   document.title = "redline dashboard";
   return poll(async () => {

@@ -11,7 +11,6 @@ function route() {
   const [, kind, ...ids] = location.hash.replace(/^#/, "").split("/");
   const named = ids.map((each) => { try { return decodeURIComponent(each); } catch (error) { if (error instanceof URIError) return each; throw error; } });
   if (kind === "run" && named.length === 1) leave = watchPage(page, named[0]);
-  else if (kind === "training" && named.length === 1) leave = trainingPage(page, named[0]);
   else if (kind === "overlay" && named.length) leave = overlayPage(page, named);
   else if (document.documentElement.dataset.list) location.replace(document.documentElement.dataset.list);
   else leave = listPage(page);
