@@ -6,7 +6,7 @@ from typing import Any
 from ..base.errors import UsageError, unknown
 from .dispatch import DryRunner
 from .host.client import HostAgent
-from .place.local import LocalRunner, SharedDevices
+from .place.local import LocalRunner
 from .place.ray_runner import RayRunner
 from .work import TrialTerms, Work
 
@@ -21,7 +21,6 @@ def runner_on(
     concurrency: int | None = None,
     address: str | None = None,
     agent: HostAgent | None = None,
-    shared: SharedDevices | None = None,
     ray: Mapping[str, Any] | None = None,
 ) -> DryRunner:
     """Creates a runner by name.
@@ -33,7 +32,6 @@ def runner_on(
         concurrency: trials at once; None for as many as the devices allow.
         address: for `ray`, of a cluster.
         agent: for `local`, an agent that was started beforehand.
-        shared: for `local`, the devices that it shares with other runners.
         ray: further arguments of `RayRunner`.
 
     Raises:
@@ -44,7 +42,7 @@ def runner_on(
         raise UsageError(unknown("runner", name, RUNNERS))
     arguments: Mapping[str, Mapping[str, Any]] = {
         "ray": {"address": address, **(ray or {})},
-        "local": {"agent": agent, "shared": shared},
+        "local": {"agent": agent},
     }
     runner_class: Any = RUNNERS[name]
     return runner_class(work, terms, concurrency=concurrency, **arguments.get(name, {}))

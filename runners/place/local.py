@@ -1,8 +1,7 @@
-"""Trials on this machine without Ray, on devices that may be shared with other searches."""
+"""Trials on this machine without Ray."""
 
 import threading
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 
 from ...base.device import visible_gpus
@@ -14,8 +13,8 @@ from ..trial.job import Job, Outcome
 from ..work import TrialTerms, Work
 
 
-class SharedDevices:
-    """Devices shared by the trials of one or several runners. One trial at a time uses a device.
+class FreeDevices:
+    """Devices that concurrent trials take and give back. One trial at a time uses a device.
 
     Args:
         ids: of the devices, as in `CUDA_VISIBLE_DEVICES`.
@@ -51,7 +50,6 @@ class LocalRunner(DryRunner):
         terms: devices, limits and deadlines of every trial.
         concurrency: trials at once; by default the number of devices over the devices of a trial, and one on a CPU.
         agent: an agent that was started beforehand, which this runner closes; by default one is started.
-        shared: devices shared with other runners; by default as many of this machine's as the concurrent trials need.
 
     Raises:
         UsageError: a trial needs more devices than there are.
@@ -66,7 +64,6 @@ class LocalRunner(DryRunner):
         *,
         concurrency: int | None = None,
         agent: HostAgent | None = None,
-        shared: SharedDevices | None = None,
     ) -> None:
         super().__init__(work, terms)
         cuda = terms.device.type == "cuda"
@@ -84,28 +81,20 @@ class LocalRunner(DryRunner):
                 )
             at_once = concurrency
         self.slots = at_once
-        if shared is None:
-            ids = visible_gpus(terms.device.count) if cuda else []
-            shared = SharedDevices(ids[: at_once * terms.devices], count=at_once * terms.devices)
-        self._shared = shared
+        ids = visible_gpus(terms.device.count) if cuda else []
+        self._devices = FreeDevices(ids[: at_once * terms.devices], count=at_once * terms.devices)
         if agent is None:
             agent = HostAgent(self.work.imports)
         else:
             agent.also_import(self.work.imports)
         self._agent = agent
 
-    def on(self, shared: SharedDevices) -> "LocalRunner":
-        """Returns this runner for trials on other devices. Both use the same agent, which only this one closes."""
-        runner = copy(self)
-        runner._shared = shared
-        return runner
-
     def dispatch(self, job: Job) -> Outcome:
-        ids = self._shared.take(self.terms.devices)
+        ids = self._devices.take(self.terms.devices)
         try:
             return self._agent.run(replace(job, device_ids=ids), key=job.log or "")
         finally:
-            self._shared.give_back(ids, self.terms.devices)
+            self._devices.give_back(ids, self.terms.devices)
 
     def stop(self, log: str) -> None:
         """Stops the trial that writes this log."""

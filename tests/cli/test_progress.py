@@ -12,7 +12,7 @@ from redline.cli.progress import LineListener, TerminalListener
 from redline.results import Measurement, RunFolder, Status, Trial, summary
 from redline.results.measurement import REFINEMENT
 from redline.space import Config
-from redline.tuner import setup as search_setup
+from redline.tuner import rank_memory
 from redline.tuner.listener import SearchListener, SearchPlan
 from redline.tuner.result import make_result
 from redline.tuner.search import Search
@@ -99,12 +99,12 @@ def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, 
     request = SimpleNamespace(limit_mib=None, runner=None, concurrency=None, runs_on="local", out="runs/a")
     task = SimpleNamespace(own=object(), emulated=False, devices=2, device=SimpleNamespace(type="cpu"))
     monkeypatch.setattr(device, "available_memory_mib", lambda: 16000)
-    assert search_setup.memory_of_rank(request, task) == 7200.0
-    monkeypatch.setattr(search_setup, "available_memory_mib", lambda: 16000)
-    assert search_setup.memory_of_rank(request, task, earlier_mib=7799.0) == 7799.0
-    monkeypatch.setattr(search_setup, "available_memory_mib", lambda: 7388)
+    assert rank_memory.memory_of_rank(request, task) == 7200.0
+    monkeypatch.setattr(rank_memory, "available_memory_mib", lambda: 16000)
+    assert rank_memory.memory_of_rank(request, task, earlier_mib=7799.0) == 7799.0
+    monkeypatch.setattr(rank_memory, "available_memory_mib", lambda: 7388)
     with pytest.raises(UsageError, match=r"'runs/a' had 7,799 MiB a rank, but this host has 3,694 MiB a rank left"):
-        search_setup.memory_of_rank(request, task, earlier_mib=7799.0)
+        rank_memory.memory_of_rank(request, task, earlier_mib=7799.0)
     with RunFolder.open(tmp_path / "a", {"rank_memory_mib": 7799.0}, knobs={"a": [1]}):
         pass
     assert RunFolder.asked(tmp_path / "a")["rank_memory_mib"] == 7799.0

@@ -20,7 +20,7 @@ from redline.runners.trial.memory import MIB, CudaMemoryMeter, GpuMemory, wait_f
 from redline.runners.trial.rank import RankContext
 from redline.runners.work import TrialTerms
 from redline.space import Config
-from redline.tuner import setup as search_setup
+from redline.tuner import rank_memory
 
 LLAMA = {"layers": 16, "hidden": 2048, "heads": 32, "vocabulary": 128_000}
 
@@ -140,7 +140,7 @@ def test_limit_and_estimate_leave_other_processes_what_they_hold(nvml, held, ask
     messages = []
     request = SimpleNamespace(limit_mib=asked, runner="local", runs_on="local", concurrency=None)
     task = SimpleNamespace(own=object(), emulated=False, device=SimpleNamespace(type="cuda"), devices=2)
-    limit_mib = search_setup.memory_of_rank(request, task, messages.append)
+    limit_mib = rank_memory.memory_of_rank(request, task, messages.append)
     assert limit_mib == expected
     assert bool(messages) == (expected == 58_800) and (
         "20,000 of the 80,000 MiB of GPU 1" in "".join(messages)
@@ -149,7 +149,7 @@ def test_limit_and_estimate_leave_other_processes_what_they_hold(nvml, held, ask
         setup = TrainingSetup(seq_len=512, global_batch=8, memory_limit_mib=limit_mib)
         assert Estimator(LLAMA, "h100", setup).memory_limit_mib == limit_mib
     elsewhere = SimpleNamespace(limit_mib=asked, runner="ray", runs_on="ray", concurrency=None)
-    assert search_setup.memory_of_rank(elsewhere, task) == asked
+    assert rank_memory.memory_of_rank(elsewhere, task) == asked
 
 
 def test_a_rank_reports_what_it_takes_beside_the_allocator_s_memory(monkeypatch):

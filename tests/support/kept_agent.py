@@ -30,10 +30,10 @@ def kept_agent():
 def _one_agent(kept_agent):
     """Makes runners and searches in this process use the shared agent, which starts when it is first needed."""
     from redline.runners.place import emulate, local
-    from redline.tuner import setup as search_setup
+    from redline.tuner import runner_start
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "HostAgent", kept_agent)
-        patch.setattr(search_setup, "HostAgent", kept_agent)
+        patch.setattr(runner_start, "HostAgent", kept_agent)
         patch.setattr(emulate, "HostAgent", kept_agent)
         yield

@@ -13,7 +13,7 @@ from predicted_runner import predicted
 from redline.estimator import measuring
 from redline.models.request import TrainingRequest
 from redline.runners.host.client import HostAgent
-from redline.tuner import setup as search_setup
+from redline.tuner import runner_start
 from redline.tuner.request.target import resolve_task
 from torch import nn
 
@@ -34,7 +34,7 @@ def started(monkeypatch):
         def also_import(self, imports):
             """Does nothing."""
 
-    monkeypatch.setattr(search_setup, "HostAgent", Quick)
+    monkeypatch.setattr(runner_start, "HostAgent", Quick)
     yield made
     for each in made:
         each.close()
@@ -109,8 +109,8 @@ def test_the_compiler_is_imported_if_a_candidate_may_compile(options, compiles):
     task = resolve_task(TrainingRequest("gpt2-tiny", devices=1, **options))
     if "fusion" not in task.space.by_name:
         pytest.skip("nothing compiles on this machine")
-    assert search_setup.may_compile(task.workload, task.space) is compiles
-    assert search_setup.may_compile(made_by(lambda: nn.Linear(2, 2)), task.space)
+    assert runner_start.may_compile(task.workload, task.space) is compiles
+    assert runner_start.may_compile(made_by(lambda: nn.Linear(2, 2)), task.space)
 
 
 @pytest.mark.parametrize(

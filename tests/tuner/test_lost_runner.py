@@ -9,7 +9,7 @@ from listeners import RecordingListener
 from redline.base.errors import RunnerError
 from redline.results import Measurement, Status
 from redline.runners import Runner
-from redline.tuner import setup as search_setup
+from redline.tuner.runner_start import RunnerStart
 from redline.tuner.search import ATTEMPTS
 
 
@@ -39,7 +39,7 @@ def lost(tmp_path, monkeypatch):
         space = rl.Space()
         space.choice("x", [1, 2, 3, 4, 5])
         made, listener = Fails(works), RecordingListener()
-        monkeypatch.setattr(search_setup, "make_runner", lambda *_, **__: made)
+        monkeypatch.setattr(RunnerStart, "runner", lambda *_: made)
         with pytest.raises(RunnerError) as caught:
             rl.tune(lambda config: 0.0, space, sampler="grid", out=tmp_path / "run", listener=listener, **options)
         return made, listener, str(caught.value)
@@ -64,7 +64,7 @@ def test_the_run_is_closed_and_can_be_resumed(lost, tmp_path, monkeypatch):
     lost(3)
     space = rl.Space()
     space.choice("x", [1, 2, 3, 4, 5])
-    monkeypatch.setattr(search_setup, "make_runner", lambda *_, **__: Fails(1000))
+    monkeypatch.setattr(RunnerStart, "runner", lambda *_: Fails(1000))
     result = rl.tune(lambda config: 0.0, space, sampler="grid", out=tmp_path / "run", resume=True)
     assert sorted(trial.config["x"] for trial in result.all_trials) == [1, 2, 3, 4, 5]
     assert [trial.number for trial in result.all_trials] == list(range(5))
