@@ -167,7 +167,7 @@ def _written_out_attentions(
         inputs = (*score_steps[0][2], value, rate, training, scale[0][0] if scale else 1.0, *masking)
         nodes = sorted([*(step_node for _, step_node, _ in score_steps), node, *nodes_after], key=order.__getitem__)
         yield _WrittenOutAttention(
-            subgraph=Subgraph(path, module, layer, tuple(nodes), inputs, (nodes_after[-1],), None),
+            subgraph=Subgraph(path, module, layer, tuple(nodes), inputs, (nodes_after[-1],)),
             scores=[step_node for _, step_node, _ in score_steps],
             replacement=Attention(scalings[0] if scalings else "none", tuple(name for name, _ in masks)),
         )
@@ -269,14 +269,14 @@ def _gelus(path: str, module: nn.Module, layer: Any) -> Iterator[Subgraph]:
     (x,) = (node for node in pattern.nodes if node.op == "placeholder")
     inner = [node for node in pattern.nodes if node.op not in ("placeholder", "output")]
     for binding, (output,) in match(layer.graph, module, pattern):
-        yield Subgraph(path, module, layer, tuple(binding[node] for node in inner), (binding[x],), (output,), None)
+        yield Subgraph(path, module, layer, tuple(binding[node] for node in inner), (binding[x],), (output,))
     for node in layer.graph.nodes:
         activation = operation(node, module) if node.op == "call_module" else None
         if activation is None or activation.name != "gelu" or activation.options.get("approximate") != "tanh":
             continue
         child = module.get_submodule(node.target)
         if not isinstance(child, nn.GELU) and type(child).__name__ != "GELUTanh":  # these already use PyTorch's kernel
-            yield Subgraph(path, module, layer, (node,), (activation.args[0],), (node,), None)
+            yield Subgraph(path, module, layer, (node,), (activation.args[0],), (node,))
 
 
 @primitive
