@@ -111,10 +111,11 @@ def resolve_task(
     cluster = cluster or device is not None
     device = device or detect()
     count = request.devices or device.count
-    if emulated:
-        notes = (f"emulated: one device here stands for {count}; ranks run alone, and their communication is priced",)
-    else:
-        notes = _check_devices(count, device, cluster)
+    notes = (
+        _check_devices(count, device, cluster)
+        if not emulated
+        else (f"emulated: one device here stands for {count}; ranks run alone, and their communication is priced",)
+    )
     if isinstance(target, (str, Path, Workload, ServerModel)):
         resolved = resolve(request, device, count)
         _check_effects(resolved.space, request.fix)
