@@ -139,7 +139,7 @@ def offload_seconds(rank: TimedRank) -> np.ndarray:
     hardware, constants = rank.links.hardware, rank.links.constants
     moved = rank.owned * (rank.form.gradient + rank.form.parameter)
     rate = constants.host_update_gb_per_s
-    if rank.setup.deepspeed_offload:
+    if rank.setup.deepspeed_update:
         # Each micro-batch after the first reads the sum back and writes it again.
         moved = moved + rank.owned * 2 * rank.form.gradient * (rank.accum - 1)
         rate = constants.deepspeed_update_gb_per_s

@@ -363,7 +363,7 @@ def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
     unneeded = rank.cols.fused_optimizer | (rank.cols.offload == "optimizer")
     updated = _stored_parameters(rank, "optimizer") * rank.trained_share
     updating = np.where(unneeded, 0.0, updated * max(form.master, form.parameter))
-    if rank.setup.deepspeed_offload:
+    if rank.setup.deepspeed_update:
         updating = _update_of_deepspeed(rank, updating, updated)
     whole_gradients = _stored_parameters(rank, "gradients") * rank.trained_share * form.gradient
     comes_and_goes = (

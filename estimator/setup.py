@@ -128,7 +128,7 @@ class TrainingSetup:
     Megatron-LM's `--cpu-offloading`."""
     pinned_memory: bool = True
     """True if copies to and from host memory are from pinned memory; others are slower (`Constants.pageable_share`)."""
-    deepspeed_offload: bool = False
+    deepspeed_update: bool = False
     """True if the update is DeepSpeed's: gradients are flattened and widened for it, and those of an offloaded optimizer are sent
     after every micro-batch and summed in host memory."""
     keeps_cache: bool = False

@@ -274,7 +274,7 @@ _ASSUMED: tuple[tuple[str, Any, str], ...] = (
     ("offload_weights", True, "what is offloaded are pieces of weights and gradients too"),
     ("offload_activations", True, "activations are in host memory from forward to backward"),
     (
-        "deepspeed_offload",
+        "deepspeed_update",
         True,
         "gradients are flattened and widened at the update, offloaded ones summed in host memory",
     ),

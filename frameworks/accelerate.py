@@ -273,6 +273,8 @@ def read(reader: SettingsReader) -> None:
     if str(reader.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
         reader.knobs["zero"] = 3 if str(reader.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4") else 2
         reader.facts["hybrid"] = True
+    if reader.knobs.get("checkpoint_ratio") == 0:
+        del reader.knobs["checkpoint_ratio"]  # a trainer's own checkpointing is not switched off by FSDP's
     engine = reader.get("distributed_type")
     if engine == "FSDP":
         _read_wrapping(reader)

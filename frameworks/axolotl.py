@@ -10,6 +10,7 @@ from .trainer import conventions as trainer_conventions, prepare, read as read_t
 
 _LIGER = "liger_fused_linear_cross_entropy"
 _RESHARD = "fsdp_config.reshard_after_forward"
+_RESHARD_PREFIXED = "fsdp_config.fsdp_reshard_after_forward"
 _PLUGINS = {
     _LIGER: "axolotl.integrations.liger.LigerPlugin",
     "cut_cross_entropy": "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
@@ -20,7 +21,8 @@ KNOBS = knob_table("axolotl")
 
 
 def _prepare(reader: SettingsReader) -> None:
-    if reader.whole("fsdp_version") == 2 and reader.has(_RESHARD) is False:
+    reader.set("fsdp_version", reader.whole("fsdp_config.fsdp_version", "fsdp_config.version"))
+    if reader.whole("fsdp_version") == 2 and not reader.has(_RESHARD) and not reader.has(_RESHARD_PREFIXED):
         reader.set(_RESHARD, True)
     # `auto` is the default: bf16 on devices of compute capability 8. `full` has bf16 in evaluations too.
     if (not reader.has("bf16") and not reader.flag("fp16")) or reader.get("bf16") == "full":
@@ -32,7 +34,10 @@ def read(reader: SettingsReader) -> None:
     """Reads FSDP like the Trainer, the adapters, and the formats of the weights."""
     read_trainer(reader)
     if (shard := reader.whole("dp_shard_size")) is not None:
-        reader.knobs["dp"] = shard * reader.knobs.get("hsdp", 1)
+        # Experts are shared by further replicas, which are not estimated as such.
+        experts = reader.whole("expert_parallel_size") or 1
+        reader.knobs["dp"] = shard * reader.knobs.get("hsdp", 1) * experts
+        reader.ignore("expert_parallel_size", 1)
     if (adapter := reader.get("adapter")) is not None:
         modules = reader.get("lora_target_modules")
         target = "all" if reader.flag("lora_target_linear") else modules

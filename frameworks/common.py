@@ -236,11 +236,12 @@ def read_optimizer(reader: SettingsReader, *keys: str) -> None:
     lowered = str(value).lower()
     reader.facts["optimizer"] = str(value)
     part = next((part for part in OPTIMIZERS if part in lowered), None)
+    key = next(key for key in keys if reader.has(key))
     for name, rank in _LOW_RANK.items():
-        if name in lowered:
-            _read_projection(reader, rank)
+        if name in lowered and not _reads_projection(reader, rank):
+            reader.misunderstood(key)
     if part is None or any(odd in lowered for odd in _ODD):
-        reader.misunderstood(next(key for key in keys if reader.has(key)))
+        reader.misunderstood(key)
         return
     name, likeness = OPTIMIZERS[part]
     if likeness:
@@ -251,16 +252,17 @@ def read_optimizer(reader: SettingsReader, *keys: str) -> None:
         reader.conventions["optimizer_dtype"] = "int8"
 
 
-def _read_projection(reader: SettingsReader, rank: int) -> None:
-    """Reads GaLore's and APOLLO's rank and layers, of transformers' arguments; those of the blocks' linear layers only."""
+def _reads_projection(reader: SettingsReader, rank: int) -> bool:
+    """Reads GaLore's and APOLLO's rank and layers, of transformers' arguments; False for others than all of the blocks."""
     arguments, target = str(reader.get("optim_args") or ""), reader.get("optim_target_modules")
     if match := re.search(r"\brank['\"]?\s*[=:]\s*(\d+)", arguments):
         rank = int(match[1])
     names = " ".join(map(str, target)) if isinstance(target, list) else str(target or "")
     if names == "all-linear" or ("attn" in names and "mlp" in names):
         reader.facts["low_rank"] = rank
-    else:
-        reader.misunderstood("optim_target_modules")
+        return True
+    reader.misunderstood("optim_target_modules")
+    return False
 
 
 _STAGES: Mapping[str, tuple[int, bool, str]] = {
@@ -307,7 +309,8 @@ def read_stage(reader: SettingsReader, key: str, shown: str = "", *, reference: 
     if second and reference is not False:
         reader.facts["reference_model"] = True
     elif second:
-        words = words.partition(", and")[0] if "pairs" in words else ""
+        pairs = "pairs of sequences; " if sequences > 1 else ""
+        words = f"{pairs}no reference model in memory, and the time of its passes not counted"
     if words:
         reader.note(f"{shown}: estimated like supervised training, with {words}")
 

@@ -239,7 +239,7 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """16-bit weights and gradients beside fp32 master weights, unlike autocast; an offloaded optimizer of its own."""
     half = config.get("precision") in ("bf16", "fp16")
     formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
-    return {**formats, "deepspeed_offload": True}
+    return {**formats, "deepspeed_update": True}
 
 
 def read_engine(reader: SettingsReader) -> None:

@@ -317,7 +317,7 @@ def is_harmless(name: str, patterns: Sequence[str]) -> bool:
 
 def is_empty(value: Any) -> bool:
     """True if a setting is present without a value."""
-    return value is None or value == ""
+    return value is None or value == "" or value == {}
 
 
 def is_off(value: Any) -> bool:
@@ -409,6 +409,10 @@ class Framework:
             reader.facts.setdefault("seq_len", length)
             if not any(map(reader.stated, self.seq_len)):
                 reader.defaults.add("seq_len")
+            if others := [name for name in self.seq_len if reader.whole(name) not in (None, length)]:
+                reader.note(
+                    f"{', '.join(map(reader.name, others))}: not read beside {reader.name(*self.seq_len)} = {length}"
+                )
         self.read(reader)
         for name, neutral in self.ignored.items():
             reader.ignore(name, neutral)

@@ -161,6 +161,8 @@ def read(reader: SettingsReader) -> None:
     name = str(reader.get("trainer.strategy", _CLASS) or "")
     if "fsdp" in name.lower():
         reader.knobs.setdefault("zero", 3)
+    if "HYBRID" in str(reader.get(f"{_ARGUMENTS}sharding_strategy")).upper():
+        reader.facts["hybrid"] = True
     if "offload" in name:
         reader.knobs["offload"] = "optimizer"
     if "deepspeed" in name.lower():

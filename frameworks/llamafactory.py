@@ -90,6 +90,8 @@ def read(reader: SettingsReader) -> None:
         reader.note(f"LLaMA-Factory refuses quantization_bit with finetuning_type = {kind}")
     if reader.flag("use_badam"):
         _read_blocks_in_turn(reader)
+        if not reader.has("deepspeed"):
+            reader.note("use_badam: LLaMA-Factory refuses it on more than one device without deepspeed's ZeRO 3")
     reader.misunderstood(*(name for name in ("use_adam_mini", "use_muon") if reader.flag(name)))
 
 

@@ -334,6 +334,8 @@ def _read_kernels(reader: SettingsReader) -> None:
     read_overlap(reader)
     if reader.flag("no-gradient-accumulation-fusion") or reader.flag("gradient-accumulation-fusion") is False:
         conventions["gradient_copy"] = True
+    if reader.get("transformer-impl") == "local" and not reader.flag("use-flash-attn"):
+        reader.knobs["attention"] = "eager"  # core attention by products and a softmax, as in DotProductAttention
     if reader.flag("cross-entropy-loss-fusion") and reader.get("cross-entropy-fusion-impl") == "te":
         conventions["loss"] = "fused"
     if reader.knobs.get("virtual_stages", 1) > 1 and not reader.flag("no-overlap-p2p-communication"):
@@ -352,7 +354,7 @@ def read_recomputation(reader: SettingsReader, layers: int | None, names: Sequen
     if granularity == "selective" or reader.flag("recompute-activations"):
         knobs["checkpoint_ratio"] = 0
         modules = reader.get(modules_of)
-        named = modules if isinstance(modules, list) else str(modules or "core_attn").replace(",", " ").split()
+        named = modules if isinstance(modules, list) else re.findall(r"\w+", str(modules or "core_attn"))
         reader.conventions["recompute_attention"] = "core_attn" in named
         if set(named) - {"core_attn"}:
             reader.conventions["recompute_modules"] = "+".join(name for name in named if name in _MODULES)

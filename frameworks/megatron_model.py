@@ -241,8 +241,8 @@ def _dropout_of(reader: SettingsReader) -> dict[str, float]:
 def _dense_layers(reader: SettingsReader) -> int | None:
     """Number of first layers without experts; None if `moe-layer-freq` has another order."""
     pattern = re.sub(r"\s", "", str(reader.get("moe-layer-freq") or "1"))
-    match = re.fullmatch(r"1|\(?(?:\[0\]\*(\d+)\+)?\[1\]\*\d+\)?", pattern)
-    return int(match[1] or 0) if match else None
+    match = re.fullmatch(r"1|\(?(\[0\](?:\*(\d+))?\+)?\[1\]\*\d+\)?", pattern)
+    return None if match is None else int(match[2] or 1) if match[1] else 0
 
 
 def _latent_architecture(reader: SettingsReader, experts: int, width: int) -> dict[str, Any]:

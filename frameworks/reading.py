@@ -65,7 +65,12 @@ def read(
 
 
 def _is_file(source: str) -> bool:
-    return source.strip().endswith(SUFFIXES) and (len(source.split()) == 1 or Path(source).is_file())
+    if source.strip().endswith(SUFFIXES) and len(source.split()) == 1:
+        return True
+    try:
+        return Path(source.strip()).is_file()
+    except OSError:  # a name longer than a file can have
+        return False
 
 
 def _not_understood(lines: Sequence[str]) -> list[str]:
@@ -101,7 +106,7 @@ SourcesAndFacts = tuple[list[SettingsSource], dict[str, Any]]
 
 
 def _read_file(path: Path, chosen: Framework | None = None) -> SourcesAndFacts:
-    if path.suffix in (".sh", ".bash"):
+    if path.suffix not in SUFFIXES[:4]:
         words, unknown_lines = command_of(_text(path), str(path), path.parent)
         sources, facts = _read_command(words, str(path), chosen)
         return sources, _merge_facts(facts, {"notes": _not_understood(unknown_lines)})
@@ -368,6 +373,9 @@ def _read_command(
     }
     config_files = [word for word in config_files if word not in taken]
     named = next((candidate for candidate in map(find_framework, FRAMEWORKS) if _starts(candidate, command)), None)
+    dashes = [word for word in command[1:] if word.startswith("-") and not _is_negative(word)]
+    if named is not None and settings and not dashes and not named.assigns:
+        named = None  # its programs take flags; one of that name that takes assignments is another's
     framework = None if _other(settings) is not None else named or _recognised(settings)
     for key in [key_name for key_name in settings if plain(key_name) in ("config", "config_file")]:
         config_file = settings[key]
@@ -407,10 +415,9 @@ def _read_command(
         if program in ("litgpt", "trl") and len(command) > 1:
             settings["subcommand"] = command[1]
         elif framework.name == "trl":
-            settings["subcommand"] = program.removesuffix(".py")
+            settings["subcommand"] = program.removesuffix(".py").removeprefix("run_")
         if program == "litgpt" and len(command) > 2 and not command[2].startswith("-"):
             settings.setdefault("model_name", command[2])
-        dashes = [word for word in command[1:] if word.startswith("-") and not _is_negative(word)]
         assigns = framework.assigns and (not dashes or any(_ASSIGNED.fullmatch(word) for word in command[1:]))
         command_sources, further = _with_files(
             framework, settings, where, "assignments" if assigns else "options", Path() if files else None

@@ -61,9 +61,9 @@ def command_of(script: str, where: str, folder: Path | None = None) -> tuple[lis
     Raises:
         UsageError: it cannot be split into words.
     """
-    if "\n" not in script.strip():
-        return split_words(script, where), []
     shell = _Script(folder=folder)
+    if "\n" not in script.strip() and shell.script_in(words := split_words(script, where)) is None:
+        return words, []
     shell.run(script)
     candidates = [words for words in shell.commands if _starts_training(words)]
     words = max(candidates, key=len, default=[])
@@ -286,12 +286,12 @@ class _Script:
             value = self.words(raw.strip()[1:-1])
             self.values[name] = [*self.values.get(name, []), *value] if appends else value
             return True
-        pairs = [_PAIR.fullmatch(word) for word in _raw_words(text) if word not in _DECLARES]
+        pairs = [_PAIR.fullmatch(word) for word in self.words(text, split_values=False) if word not in _DECLARES]
         if not all(pairs) and not text.startswith(_DECLARES):
             return False
         for pair in filter(None, pairs):
-            value = self.words(pair[3], split=False)
-            self.values[pair[1]] = ["".join([*(self.values.get(pair[1], []) if pair[2] else []), *value])]
+            earlier = self.values.get(pair[1], []) if pair[2] else []
+            self.values[pair[1]] = ["".join([*earlier, *([pair[3]] if pair[3] else [])])]
         return True
 
     def _command(self, text: str) -> None:
@@ -305,27 +305,53 @@ class _Script:
                 break
         cut = next((index for index, word in enumerate(words) if re.match(r"\d*[<>]|&>", word)), len(words))
         self.commands.append(words[:cut])
-        if words and (body := self._functions.get(words[0])) is not None and self._depth < _DEEPEST:
-            outer = dict(self.values)
-            arguments = {str(number): [word] for number, word in enumerate(words[1:], 1)}
-            self._depth += 1
-            self.values |= {**arguments, "@": words[1:], "*": words[1:], "#": [str(len(words) - 1)]}
-            self._run(body)
-            self._depth -= 1
-            for name in (*arguments, "@", "*", "#"):
-                self.values.pop(name, None)
-                if name in outer:
-                    self.values[name] = outer[name]
+        if words and (body := self._functions.get(words[0])) is not None:
+            self._call(body, words[1:])
+        elif (position := self.script_in(words)) is not None:
+            for pair in filter(None, map(_PAIR.fullmatch, words[:position])):
+                self.values[pair[1]] = [pair[3]]
+            self._call(list(_statements(self._text(words[position]) or "")), words[position + 1 :])
+
+    def _call(self, statements: Sequence[str], arguments: Sequence[str]) -> None:
+        """Reads the statements of a function or a script with their arguments."""
+        if self._depth >= _DEEPEST:
+            return
+        outer = dict(self.values)
+        inner = {str(number): [word] for number, word in enumerate(arguments, 1)}
+        inner |= {"@": list(arguments), "*": list(arguments), "#": [str(len(arguments))]}
+        self._depth += 1
+        self.values |= inner
+        self._run(statements)
+        self._depth -= 1
+        for name in inner:
+            self.values.pop(name, None)
+            if name in outer:
+                self.values[name] = outer[name]
+
+    def script_in(self, words: Sequence[str]) -> int | None:
+        """Position of a script that a command runs and that can be read; None if there is none. torchtitan's is known."""
+        if not words or Path(words[0]).name in _OTHERS:
+            return None
+        scripts = (index for index, word in enumerate(words) if Path(word).suffix in (".sh", ".bash"))
+        position = next(scripts, None)
+        if position is None or Path(words[position]).name == "run_train.sh" or self._text(words[position]) is None:
+            return None
+        return position
+
+    def _text(self, name: str) -> str | None:
+        """Contents of a file that the script names; None if it is not there."""
+        candidates = () if self.folder is None else (Path(name), self.folder / name)
+        path = next((path for path in candidates if path.is_file()), None)
+        return None if path is None else path.read_text(encoding="utf-8", errors="replace")
 
     def _source(self, rest: str) -> None:
-        file = Path(" ".join(self.words(rest)[:1]))
-        candidates = () if self.folder is None else (file, self.folder / file)
-        path = next((path for path in candidates if path.is_file()), None)
-        if path is None or self._depth >= _DEEPEST:
-            self.unknown.append(f"source {file}")
+        name = " ".join(self.words(rest)[:1])
+        text = self._text(name)
+        if text is None or self._depth >= _DEEPEST:
+            self.unknown.append(f"source {name}")
             return
         self._depth += 1
-        self.run(path.read_text(encoding="utf-8", errors="replace"))
+        self.run(text)
         self._depth -= 1
 
     def _holds(self, test: str) -> bool:
@@ -368,17 +394,21 @@ class _Script:
                 return _ARITHMETIC[type(node.op)](value(node.left), value(node.right))
             if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
                 return -value(node.operand)
+            if isinstance(node, ast.IfExp):
+                return value(node.body) if value(node.test) else value(node.orelse)
             if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
                 return _COMPARED[type(node.ops[0])](value(node.left), value(node.comparators[0]))
             raise ValueError(text)
 
         try:
+            choice = re.fullmatch(r"([^?]*)\?([^?:]*):([^?]*)", text)
+            text = "({1}) if ({0}) else ({2})".format(*choice.groups()) if choice else text
             return value(ast.parse(text.strip(), mode="eval").body)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
             return None
 
-    def words(self, text: str, *, split: bool = True, keep_empty: bool = False) -> list[str]:
-        """Words of a text, with variables filled in; without `split` one word."""
+    def words(self, text: str, *, split: bool = True, split_values: bool = True, keep_empty: bool = False) -> list[str]:
+        """Words of a text, with variables filled in; in one word without `split`, as many as written without `split_values`."""
         words: list[str] = []
         word: str | None = None
         quoted, position = False, 0
@@ -399,7 +429,7 @@ class _Script:
                 values, end = self._expanded(text, position)
                 is_array = text[position:end].endswith(("[@]}", "$@"))
                 pieces = values if quoted and is_array else [" ".join(values)]
-                if split and not quoted and not pieces[0].startswith("$"):
+                if split and split_values and not quoted and not pieces[0].startswith("$"):
                     pieces = re.split(r"[ \t\n]+", pieces[0])
                 for number, piece in enumerate(pieces):
                     if number:
@@ -450,24 +480,6 @@ class _Script:
         if default_form and default_form.endswith("+"):
             values = self.words(default) if values else []
         return ([text[start:end]] if values is None else list(values)), end
-
-
-def _raw_words(text: str) -> Iterator[str]:
-    """Words as they are written, with quotes and expansions."""
-    start = position = 0
-    while position < len(text):
-        char = text[position]
-        if char in "'\"`({":
-            position = _closing(text, position)
-        elif char == "\\":
-            position += 1
-        elif char.isspace():
-            if position > start:
-                yield text[start:position]
-            start = position + 1
-        position += 1
-    if text[start:]:
-        yield text[start:]
 
 
 def _closing(text: str, start: int) -> int:

@@ -21,6 +21,9 @@ _OF_TRAINERS = {
     "kto": ("desirable_weight", "undesirable_weight"),
 }
 
+_GENERATES = ("grpo", "rloo")
+"""Trainers whose samples are prompts with generated completions."""
+
 
 def _prepare(reader: SettingsReader) -> None:
     """Fills in TRL's defaults (trl/trainer/base_config.py)."""
@@ -35,8 +38,14 @@ def _prepare(reader: SettingsReader) -> None:
 def _read(reader: SettingsReader) -> None:
     """Reads the Trainer's arguments, the adapters, and the kind of training."""
     read_trainer(reader)
-    reader.default("seq_len", 1024)
     kind = reader.get(SUBCOMMAND)
+    if kind in _GENERATES:  # a prompt and a completion, with the lengths of GRPOConfig
+        prompt, completion = reader.whole("max_prompt_length") or 512, reader.whole("max_completion_length") or 256
+        if reader.has("max_prompt_length") or reader.has("max_completion_length"):
+            reader.facts["seq_len"] = prompt + completion
+        else:
+            reader.default("seq_len", prompt + completion)
+    reader.default("seq_len", 1024)
     if reader.flag("use_peft"):
         rank, alpha = reader.whole("lora_r") or 16, reader.whole("lora_alpha") or 32
         dropout = reader.get("lora_dropout")

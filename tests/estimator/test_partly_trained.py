@@ -71,19 +71,19 @@ def test_deepspeed_widens_a_ranks_gradients_at_the_update(zero, fused, of_parame
     formats = {"master_weights": "fp32", "gradient_dtype": "bf16", "bucket_mib": 1.0}
     setup = {"devices": 4, "zero": zero, "fused_optimizer": fused, "seq_len": 1, "grad_accum": 2, **formats}
     share = FACTS.parameters / (4 if zero else 1)
-    found = terms(FACTS, deepspeed_offload=True, **setup)
+    found = terms(FACTS, deepspeed_update=True, **setup)
     at_update = sum(
         found.get(name, 0.0) for name in ("activations", "checkpoints", "recomputation", "logits and loss", "buffers")
     )
     assert at_update == pytest.approx(max(of_parameters * share, of_head * min(HEAD, share)) / MIB, rel=1e-6)
-    assert sum(terms(FACTS, deepspeed_offload=True, **{**setup, "offload": "optimizer"}).values()) < sum(found.values())
+    assert sum(terms(FACTS, deepspeed_update=True, **{**setup, "offload": "optimizer"}).values()) < sum(found.values())
 
 
 def test_deepspeed_updates_so_many_elements_at_a_time_under_zero_3():
     facts = ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000)
     setup = {"devices": 4, "seq_len": 1, "grad_accum": 2, "master_weights": "fp32", "gradient_dtype": "bf16"}
     fused, looped, at_once = (
-        terms(facts, deepspeed_offload=True, fused_optimizer=is_fused, zero=zero, **setup)["buffers"]
+        terms(facts, deepspeed_update=True, fused_optimizer=is_fused, zero=zero, **setup)["buffers"]
         for zero, is_fused in ((3, True), (3, False), (2, True))
     )
     assert fused == pytest.approx(6 * 1e9 / MIB, rel=0.01)

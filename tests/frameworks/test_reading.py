@@ -1157,3 +1157,51 @@ def test_a_variable_that_may_hold_options_is_named():
     assert [note for note in found.notes if "not set" in note] == [
         "$EXTRA is not set: what it adds to the command is not known"
     ]
+
+
+def test_checkpointing_that_an_engine_leaves_out_is_still_the_trainers(tmp_path):
+    (tmp_path / "fsdp.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_activation_checkpointing: false, fsdp_version: 2}\n"
+    )
+    command = f"accelerate launch --config_file {tmp_path}/fsdp.yaml src/train.py --stage sft --finetuning_type lora"
+    assert read(f"{command} --model_name_or_path gpt2").config["checkpoint_ratio"] == 1
+
+
+def test_axolotls_fsdp_settings_are_read_with_and_without_their_prefix():
+    for prefix in ("", "fsdp_"):
+        names = {"activation_checkpointing": True, "reshard_after_forward": False}
+        settings = {f"fsdp_config.{prefix}{name}": value for name, value in names.items()}
+        reader = find_framework("axolotl").reading(
+            {"base_model": "gpt2", "sequence_len": 64, "fsdp_config.fsdp_version": 2, **settings}, "x"
+        )
+        assert (reader.knobs["checkpoint_ratio"], reader.knobs["zero"]) == (1, 2)
+        assert not reader.facts["unread"]
+
+
+def test_samples_of_grpo_are_prompts_with_completions():
+    reader = find_framework("trl").reading(
+        {"num_generations": 8, "max_prompt_length": 1024, "max_completion_length": 3072}, "x"
+    )
+    assert reader.facts["seq_len"] == 4096
+
+
+def test_a_program_that_takes_assignments_is_not_one_of_that_name_that_takes_flags():
+    command = (
+        "torchrun --nproc_per_node 8 pretrain_llama3_8b.py train.micro_batch_size=2 model.seq_length=64 train.iters=1"
+    )
+    assert read(command).framework == "megatron-bridge"
+
+
+def test_megatrons_own_attention_keeps_its_scores():
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --transformer-impl"
+    launch = f"torchrun --nproc_per_node 1 pretrain_gpt.py {flags}"
+    assert read(f"{launch} local").config["attention"] == "eager"
+    assert "attention" not in read(f"{launch} transformer_engine").config
+
+
+def test_first_layers_without_experts_are_counted_in_both_spellings():
+    for order in ("([0]*1+[1]*3)", "([0]+[1]*3)"):
+        settings = {"num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "num-experts": 4, "swiglu": True}
+        settings |= {"multi-latent-attention": True, "moe-layer-freq": order, "moe-ffn-hidden-size": 64}
+        reader = find_framework("megatron").reading(settings, "x")
+        assert reader.facts["architecture"]["first_k_dense_replace"] == 1

@@ -1,6 +1,7 @@
 """A shell script is read into the command that it runs: variables, arrays, arithmetic, branches."""
 
 import pytest
+from redline.base.errors import UsageError
 from redline.frameworks import read
 from redline.frameworks.shell import command_of
 
@@ -20,6 +21,7 @@ def words(script, folder=None):
         ('[ -z "$T" ] && B=3\n[ -n "$T" ] && B=5\n', "3"),
         ('B=1\nif [[ $S == 7b ]]; then B=2; elif [ "$S" = "" ] && [ 1 -lt 2 ]; then B=3; else B=4; fi\n', "3"),
         ("S=13b\ncase $S in\n 7b) B=1 ;;\n 13b|14b) B=2 ;;\n *) B=9 ;;\nesac\n", "2"),
+        ("T=4\nB=$(( ($T > 1) ? 6 : 7 ))\n", "6"),
         ("B=1\nif (( 3 > 2 )); then\n  B=6\nfi\n", "6"),
         ("if [ $UNSET -eq 0 ]; then B=5; fi\n", "5"),
         ("for B in 2 4 8; do\n", "2"),
@@ -89,6 +91,27 @@ def test_what_is_not_understood_is_named(tmp_path):
 
 def test_a_script_that_expands_itself_ends():
     assert words("A=$A$A\nA=${A}${A}\ntorchrun pretrain_gpt.py $A\n")[0][0] == "torchrun"
+
+
+@pytest.mark.parametrize("command", ["bash {} {}", "TP=9 {} {}", "srun -N 1 bash {} {}"])
+def test_a_script_gets_the_arguments_of_its_command(tmp_path, command):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        'TP=$1\nDO=${2}\nif [ $DO = true ]; then\n  OPTIONS="--use-distributed-optimizer --bf16"\nfi\n'
+        "torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size $TP --micro-batch-size $# ${OPTIONS}\n"
+    )
+    trainer = read(command.format(script, "4 true"))
+    assert (trainer.config["tp"], trainer.config["micro_batch"], trainer.config["zero"]) == (4, 2, 1)
+    with pytest.raises(UsageError, match="no framework"):
+        read(command.format(script, "4 true"), files=False)
+
+
+def test_a_command_in_a_file_of_any_name_is_read(tmp_path):
+    file = tmp_path / "command.txt"
+    file.write_text(
+        "torchrun --nproc_per_node 4 run_clm.py --config_name gpt2 --bf16 --per_device_train_batch_size 3\n"
+    )
+    assert read(file).config["micro_batch"] == read(str(file)).config["micro_batch"] == 3
 
 
 def test_a_sourced_file_is_opened_only_where_files_may_be(tmp_path):

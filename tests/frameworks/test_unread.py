@@ -179,3 +179,28 @@ def test_settings_of_the_file_are_told_from_the_frameworks_defaults():
 def test_an_impossible_value_of_a_knob_is_not_read():
     found = find_framework("axolotl").reading({"base_model": "x", "micro_batch_size": "two"}, "x")
     assert found.facts["unread"] == {"micro_batch_size": "two"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "listed"),
+    [
+        ("litgpt", {"train.max_seq_length": 8, "optimizer.class_path": "extensions.galore.GaLoreAdamW"}, "class_path"),
+        ("trainer", {"optim": "galore_adamw", "bf16": True, "per_device_train_batch_size": 1}, "optim"),
+        ("nanotron", {"tokens.micro_batch_size": 1, "parallelism.tp_recompute_allgather": False}, "tp_recompute"),
+        ("axolotl", {"base_model": "gpt2", "expert_parallel_size": 2, "dp_shard_size": 2}, "expert_parallel"),
+        ("megatron-bridge", {"ddp.grad_reduce_in_fp32": False}, "grad_reduce"),
+    ],
+)
+def test_what_is_unlike_the_estimate_is_listed(name, settings, listed):
+    unread = find_framework(name).reading(settings, "x").facts["unread"]
+    assert len(unread) == 1 and listed in next(iter(unread))
+
+
+def test_settings_that_say_what_is_estimated_are_not_listed():
+    for name, settings in {
+        "nanotron": {"parallelism.tp_recompute_allgather": True},
+        "deepspeed": {"zero_optimization.stage": 3, "zero_optimization.max_live_parameters": 1e9},
+        "megatron-bridge": {"model.recompute_granularity": "selective", "model.recompute_modules": "[core_attn,mlp]"},
+        "accelerate": {"distributed_type": "FSDP", "deepspeed_config": {}},
+    }.items():
+        assert not find_framework(name).reading(settings, "x").facts["unread"]
