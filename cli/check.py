@@ -14,7 +14,8 @@ from .options import TRAINERS, fixes_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..estimator.check import Check, Faster
+    from ..estimator.check import Check
+    from ..estimator.faster import Faster
     from ..estimator.estimate import Estimate
 
 SHOWN = 12

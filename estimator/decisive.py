@@ -124,7 +124,7 @@ def _optimizer(trainer: TrainerConfig, conventions: Mapping[str, Any]) -> str:
     copy = f", master weights in {master}" if master not in (None, "none") else ""
     states = conventions.get("optimizer_dtype", "fp32")
     if not copy and states != "int8" and _formats(trainer.config, conventions)[0] != "fp32":
-        states = "bf16"  # of the dtype of the weights that are updated
+        states = _formats(trainer.config, conventions)[0]  # of the weights that are updated
     rank = "" if trainer.low_rank is None else f" of rank {trainer.low_rank} in blocks"
     return f"{shown}, states in {states}{rank}{copy}"
 
@@ -133,7 +133,10 @@ def _formats(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> tuple
     """Formats of the weights and of their gradients."""
     formats = FORMATS[str(conventions.get("precision", config.get("precision", "fp32")))]
     weights = str(conventions.get("parameter_dtype") or formats.weights)
-    return weights, str(conventions.get("gradient_dtype") or conventions.get("parameter_dtype") or formats.gradients)
+    gradients = str(conventions.get("gradient_dtype") or conventions.get("parameter_dtype") or formats.gradients)
+    if config.get("precision") == "fp16":  # as many bytes as bf16
+        weights, gradients = (name.replace("bf16", "fp16") for name in (weights, gradients))
+    return weights, gradients
 
 
 def _precision(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:

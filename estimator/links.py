@@ -152,29 +152,29 @@ class TimedRank(Rank):
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Parts of the stage, blocks first."""
-        return (*(part for part, _ in self.stage.blocks), *self.stage.ends)
+        return (*(model_part for model_part, _ in self.stage.blocks), *self.stage.ends)
 
     @cached_property
     def counts(self) -> np.ndarray:
         """Number of each, shape (k, n)."""
-        counts = (*(count for _, count in self.stage.blocks), *(part.count for part in self.stage.ends))
+        counts = (*(count for _, count in self.stage.blocks), *(model_part.count for model_part in self.stage.ends))
         return np.stack([self.none + count for count in counts])
 
     @cached_property
     def of_block(self) -> np.ndarray:
         """1 for repeated blocks, otherwise 0; shape (k, 1)."""
-        return np.array([[1.0 if part.role == "block" else 0.0] for part in self.parts])
+        return np.array([[1.0 if model_part.role == "block" else 0.0] for model_part in self.parts])
 
     @cached_property
     def pairs(self) -> np.ndarray:
         """Pairs of tensor parallelism's collectives in the forward pass of each part, shape (k, 1) or (k, n)."""
         usual = {"block": 2.0, "embedding": 1.0, "head": 1.0}
-        pairs = np.array([[usual.get(part.role, 0.0)] for part in self.parts])
+        pairs = np.array([[usual.get(model_part.role, 0.0)] for model_part in self.parts])
         if not self.links.uses["token_splits"]:
             return pairs
         # Ranks that divide tokens among whole experts gather outputs, or nothing with sequence parallelism.
         less = np.where(self.cols.sequence_parallel, 1.0, 1.5)
-        has = np.array([[part.experts > 0] for part in self.parts])
+        has = np.array([[model_part.experts > 0] for model_part in self.parts])
         return np.where(has & (self.cols.token_splits > 1), less, pairs)
 
     def gathers(self, width: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
@@ -194,22 +194,24 @@ class TimedRank(Rank):
         links, width, none = self.links, bytes_of(self.facts.precision), np.zeros((len(self.parts), 1))
         heads, rows, excess = none, none, none
         if links.uses["sp"]:
-            heads = np.stack([all_to_alls(self, part, links.heads, links.collective) for part in self.parts])
+            heads = np.stack(
+                [all_to_alls(self, model_part, links.heads, links.collective) for model_part in self.parts]
+            )
         if links.uses["ep"]:
             equal, share = self.cols.capacity_factor > 0, width * filled(self.cols) / self.cols.token_splits
             rows = np.stack(
                 [
                     2
                     * links.experts.seconds(
-                        self.tokens * part.routed * share,
+                        self.tokens * model_part.routed * share,
                         links.collective,
                         equal,
-                        chosen(part) if self.setup.rows_once_a_node else 0.0,
+                        chosen(model_part) if self.setup.rows_once_a_node else 0.0,
                     )
-                    for part in self.parts
+                    for model_part in self.parts
                 ]
             )
-            excess = np.stack([uneven(part, self.cols, links.constants) - 1 for part in self.parts])
+            excess = np.stack([uneven(model_part, self.cols, links.constants) - 1 for model_part in self.parts])
         return heads, rows, excess
 
     @cached_property
@@ -231,7 +233,7 @@ class TimedRank(Rank):
 
 def boundary_width(facts: ModelFacts) -> float:
     """Elements a token of the tensor between blocks."""
-    boundary = next((part.boundary for part in facts.parts if part.role == "block"), 0.0)
+    boundary = next((model_part.boundary for model_part in facts.parts if model_part.role == "block"), 0.0)
     return boundary / residual_bytes(facts)
 
 

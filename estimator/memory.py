@@ -185,7 +185,9 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
         weights = np.where((rank.cols.zero >= 3) | _keeps_whole_weights(rank), 0.0, weights)
     elif rank.setup.gather_dtype:
         # Autocast caches no copies of views of gathered tensors: products of blocks that are not recomputed keep their own.
-        blocks = sum((count * rank.part_weights(part) for part, count in rank.stage.blocks), start=rank.none)
+        blocks = sum(
+            (count * rank.part_weights(model_part) for model_part, count in rank.stage.blocks), start=rank.none
+        )
         recomputed = np.minimum(rank.cols.checkpoint_ratio * blocks * form.compute, weights)
         weights = np.where((rank.cols.zero >= 3) | _keeps_whole_weights(rank), weights - recomputed, weights)
     gradients = rank.trained * form.parameter if rank.setup.gradient_copy else rank.none
@@ -218,16 +220,16 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
     """
     ratio, scores = rank.cols.checkpoint_ratio, not rank.setup.recompute_attention
     lasting, boundaries = rank.none, rank.none
-    for part, count in rank.stage.blocks:
-        full = _saved(rank, part, constants, scores) - _narrow_inputs(rank, part)
+    for model_part, count in rank.stage.blocks:
+        full = _saved(rank, model_part, constants, scores) - _narrow_inputs(rank, model_part)
         if rank.setup.keeps_products:
-            full = np.minimum(full, _products_kept(rank, part))
+            full = np.minimum(full, _products_kept(rank, model_part))
         lasting = lasting + count * (1 - ratio) * full
-        boundaries = boundaries + count * ratio * (part.boundary / rank.sequence + _cached(rank, part))
-    for part in rank.stage.ends:
-        if part.role not in _LOSS:
+        boundaries = boundaries + count * ratio * (model_part.boundary / rank.sequence + _cached(rank, model_part))
+    for model_part in rank.stage.ends:
+        if model_part.role not in _LOSS:
             lasting = lasting + per_token(
-                part.saved, part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
+                model_part.saved, model_part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
             )
     activations = lasting * rank.tokens * rank.flying
     if rank.setup.offload_activations:
@@ -247,57 +249,57 @@ def kept_bytes(rank: Rank, constants: Constants) -> np.ndarray:
     return (terms["activations"] + terms["checkpoints"]) / rank.flying
 
 
-def _cached(rank: Rank, part: Part) -> "np.ndarray | float":
+def _cached(rank: Rank, model_part: Part) -> "np.ndarray | float":
     """Bytes a token of the keys and values that a recomputed block returns and that are kept."""
-    if part.attention is None or not rank.setup.keeps_cache:
+    if model_part.attention is None or not rank.setup.keeps_cache:
         return 0.0
-    return 2.0 * part.attention.kv_heads * part.attention.head_dim * rank.form.compute / rank.tp
+    return 2.0 * model_part.attention.kv_heads * model_part.attention.head_dim * rank.form.compute / rank.tp
 
 
-def _narrow_inputs(rank: Rank, part: Part) -> np.ndarray:
+def _narrow_inputs(rank: Rank, model_part: Part) -> np.ndarray:
     """Bytes a token by which a block keeps less if products keep their inputs in 8 bits; attention keeps its output."""
     if rank.setup.products not in ("fp8", "mxfp8", "nvfp4"):
         return rank.none
-    width = part.attention.heads * part.attention.head_dim if part.attention is not None else 0
+    width = model_part.attention.heads * model_part.attention.head_dim if model_part.attention is not None else 0
     inputs = sum(
         (item.count * item.rows * item.k / (rank.tp if item.split == "row" else rank.sequence)
-         for item in part.matmuls if item.k != width or item.split != "row"),
+         for item in model_part.matmuls if item.k != width or item.split != "row"),
         start=rank.none,
     )  # fmt: skip
     return (rank.form.compute - 1) * inputs
 
 
-def _products_kept(rank: Rank, part: Part) -> np.ndarray:
+def _products_kept(rank: Rank, model_part: Part) -> np.ndarray:
     """Bytes a token that a block keeps under selective checkpointing: its input, attention's output and every other product."""
     width = rank.form.compute
     outputs = sum(
-        (item.count * item.rows * item.n / (rank.tp if item.split == "column" else rank.sequence) for item in part.matmuls),
+        (item.count * item.rows * item.n / (rank.tp if item.split == "column" else rank.sequence) for item in model_part.matmuls),
         start=rank.none,
     )  # fmt: skip
-    heads = part.attention.heads * (part.attention.head_dim + 2) if part.attention is not None else 0
-    return part.boundary / rank.sequence + width * (outputs / 2 + heads / rank.tp)
+    heads = model_part.attention.heads * (model_part.attention.head_dim + 2) if model_part.attention is not None else 0
+    return model_part.boundary / rank.sequence + width * (outputs / 2 + heads / rank.tp)
 
 
-def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) -> np.ndarray:
+def _saved(rank: Rank, model_part: Part, constants: Constants, scores: bool = True) -> np.ndarray:
     """Bytes a token that a block keeps, on the rank whose experts get the most rows. A ring keeps no scores under any
     attention."""
     divisors = (rank.tp, rank.sequence, rank.cols.token_splits)
     with_scores, without = (
-        per_token(part.saved, part, *divisors, rank.seq_len, counted) for counted in (scores, False)
+        per_token(model_part.saved, model_part, *divisors, rank.seq_len, counted) for counted in (scores, False)
     )
-    rows_of_experts = kept(part, rank.cols, rank.facts.precision, constants)
+    rows_of_experts = kept(model_part, rank.cols, rank.facts.precision, constants)
     return np.where(rank.cols.cp > 1, without, with_scores) + rows_of_experts
 
 
 def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
     """One block's temporaries in backward, including all that it keeps if it is recomputed."""
     working, rebuilt = rank.none, rank.none
-    for part, count in rank.stage.blocks:
+    for model_part, count in rank.stage.blocks:
         present = np.minimum(count, 1)  # a stage may be empty
         transient = present * per_token(
-            part.transient, part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
+            model_part.transient, model_part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
         )
-        saved = present * _saved(rank, part, constants)
+        saved = present * _saved(rank, model_part, constants)
         working = np.maximum(working, transient)
         rebuilds = rank.setup.keeps_products | (rank.cols.checkpoint_ratio > 0)
         rebuilt = np.maximum(rebuilt, np.where(rebuilds, saved + transient, 0.0))
@@ -308,15 +310,19 @@ def _loss(rank: Rank, constants: Constants) -> np.ndarray:
     """Logits and the loss's tensors; only schedules that delay backward have several micro-batches behind the head."""
     cols, tp = rank.cols, rank.tp if rank.setup.parallel_loss in (None, True) else np.ones(len(rank.tp))
     logits, spike, formed = rank.none, rank.none, rank.none
-    for part in rank.stage.ends:
-        if part.role in _LOSS:
-            logits = logits + per_token(part.saved, part, tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
-            transient = per_token(part.transient, part, tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
+    for model_part in rank.stage.ends:
+        if model_part.role in _LOSS:
+            logits = logits + per_token(
+                model_part.saved, model_part, tp, rank.sequence, rank.cols.token_splits, rank.seq_len
+            )
+            transient = per_token(
+                model_part.transient, model_part, tp, rank.sequence, rank.cols.token_splits, rank.seq_len
+            )
             spike = np.maximum(
-                spike, transient * np.minimum(0.5, part.chunk / rank.tokens) if part.chunk else transient
+                spike, transient * np.minimum(0.5, model_part.chunk / rank.tokens) if model_part.chunk else transient
             )
             # With a single micro-batch the gradient stays.
-            formed = formed + np.where(cols.grad_accum > 1, part.transient_fixed / tp, 0.0)
+            formed = formed + np.where(cols.grad_accum > 1, model_part.transient_fixed / tp, 0.0)
     flying = np.where(cols.order_that("waits"), rank.flying, np.minimum(rank.flying, 1.0))
     return (logits * flying + spike) * rank.tokens * constants.loss_factor + formed
 
@@ -395,8 +401,8 @@ def _update_of_deepspeed(rank: Rank, updating: np.ndarray, updated: np.ndarray) 
 def _of_ends(rank: Rank) -> np.ndarray:
     """Elements of the products outside of blocks: the head's weight, the largest."""
     elements = rank.none
-    for part in rank.stage.ends:
-        for item in part.matmuls:
+    for model_part in rank.stage.ends:
+        for item in model_part.matmuls:
             elements = elements + item.k * item.n * item.count / (rank.tp if item.split != "none" else 1.0)
     return elements
 
@@ -408,9 +414,9 @@ def _build(rank: Rank) -> np.ndarray:
     if not rank.setup.own:
         return rank.none
     form, block = rank.form, rank.none
-    for part, _ in rank.stage.blocks:
-        block = np.maximum(block, rank.part_weights(part))
-    ends = [rank.part_weights(part) for part in rank.stage.ends]
+    for model_part, _ in rank.stage.blocks:
+        block = np.maximum(block, rank.part_weights(model_part))
+    ends = [rank.part_weights(model_part) for model_part in rank.stage.ends]
     cast = (form.parameter < DRAWN) | ((form.frozen < DRAWN) & (rank.trained_share < 1))
     drawn = np.maximum.reduce([block, *ends]) * np.where(cast, DRAWN, 0.0)
     cut = shared("gradients", rank.cols.zero) & (rank.replicas > 1)
@@ -432,8 +438,8 @@ def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:
 def _matrices(rank: Rank) -> np.ndarray:
     """Elements of the weights of products, which autocast casts."""
     total, stage = np.zeros(len(rank.tp)), rank.stage
-    for part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
-        for item in part.matmuls:
+    for model_part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
+        for item in model_part.matmuls:
             pieces, sharers = (rank.expert_tp, rank.ep) if item.experts > 1 else (rank.tp, 1.0)
             total += count * item.k * item.n * item.count / ((pieces if item.split != "none" else 1) * sharers)
     return total
@@ -442,8 +448,8 @@ def _matrices(rank: Rank) -> np.ndarray:
 def _output_gradients(stage: Stage, tp: np.ndarray) -> np.ndarray:
     """Elements a token of the gradients of products' outputs, from which weight gradients are computed."""
     total = np.zeros(len(tp))
-    for part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
-        for item in part.matmuls:
+    for model_part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
+        for item in model_part.matmuls:
             if item.trainable:
                 total += count * item.count * item.rows * item.n / (tp if item.split == "column" else 1)
     return total

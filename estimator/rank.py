@@ -79,9 +79,9 @@ def local_parameters(
     end stages have a copy of a tied embedding."""
     slices = tp if slices is None else slices
     total, experts = np.zeros(len(tp)), np.zeros(len(tp))
-    for part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
-        total += count * _cut(part, tp, slices)
-        experts += count * _experts(part, slices)
+    for model_part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
+        total += count * _cut(model_part, tp, slices)
+        experts += count * _experts(model_part, slices)
     return total + tied_copy(stage, facts, tp), experts
 
 
@@ -89,28 +89,39 @@ def tied_copy(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> np.ndarray:
     """Parameters of the last stage's copy of a tied embedding that the first stage has; 0 in others."""
     if not facts.tied or not stage.last or stage.first:
         return np.zeros(len(tp))
-    embeddings = (part for part in facts.parts if part.role == "embedding")
-    return sum((min(part.sharded, facts.vocabulary * _width(facts)) / tp for part in embeddings), np.zeros(len(tp)))
+    embeddings = (model_part for model_part in facts.parts if model_part.role == "embedding")
+    return sum(
+        (min(model_part.sharded, facts.vocabulary * _width(facts)) / tp for model_part in embeddings), np.zeros(len(tp))
+    )
 
 
-def _cut(part: Part, tp: np.ndarray, slices: np.ndarray) -> np.ndarray:
+def _cut(model_part: Part, tp: np.ndarray, slices: np.ndarray) -> np.ndarray:
     """Parameters of a part on one tensor-parallel rank that has all experts, each cut over `slices` ranks."""
-    return part.parameters - part.sharded + part.sharded / tp + (_experts(part, slices) - _experts(part, tp))
+    return (
+        model_part.parameters
+        - model_part.sharded
+        + model_part.sharded / tp
+        + (_experts(model_part, slices) - _experts(model_part, tp))
+    )
 
 
-def _experts(part: Part, slices: np.ndarray) -> np.ndarray:
+def _experts(model_part: Part, slices: np.ndarray) -> np.ndarray:
     """Parameters of a part's experts on one of the ranks that each is cut over."""
-    return part.experts / slices if part.experts <= part.sharded else np.full(len(slices), float(part.experts))
+    return (
+        model_part.experts / slices
+        if model_part.experts <= model_part.sharded
+        else np.full(len(slices), float(model_part.experts))
+    )
 
 
 def _width(facts: ModelFacts) -> int:
-    heads = [item.k for part in facts.parts if part.role == "head" for item in part.matmuls]
+    heads = [item.k for model_part in facts.parts if model_part.role == "head" for item in model_part.matmuls]
     return heads[0] if heads else 0
 
 
 def per_token(
     bytes_: PerToken,
-    part: Part,
+    model_part: Part,
     tp: np.ndarray,
     sequence: np.ndarray,
     splits: np.ndarray,
@@ -119,8 +130,8 @@ def per_token(
 ) -> np.ndarray:
     """Bytes of a token on one rank; `sequence` is the divisor of sequence parallelism, `splits` that of experts' rows."""
     total = bytes_.whole + bytes_.sequence / sequence + bytes_.sharded / tp + bytes_.rows / splits
-    if scores and bytes_.scores and part.attention is not None:
-        total = total + bytes_.scores * part.attention.heads * seq_len / tp
+    if scores and bytes_.scores and model_part.attention is not None:
+        total = total + bytes_.scores * model_part.attention.heads * seq_len / tp
     return total
 
 
@@ -204,8 +215,12 @@ class Rank:
         total = self._parameters[0]
         held = (*self.stage.blocks, *((end, end.count) for end in self.stage.ends))
         frozen = sum(
-            (count * (part.frozen - min(part.frozen, part.sharded) * (1 - 1 / self.tp)) for part, count in held), self.none
-        )  # fmt: skip
+            (
+                count * (model_part.frozen - min(model_part.frozen, model_part.sharded) * (1 - 1 / self.tp))
+                for model_part, count in held
+            ),
+            self.none,
+        )
         return np.divide(np.maximum(total - frozen, 0.0), total, where=total > 0, out=np.zeros(len(total)))
 
     @property
@@ -232,16 +247,19 @@ class Rank:
     def two_blocks(self) -> np.ndarray:
         """Parameters of two blocks, one in use and one prefetched, and those outside blocks."""
         block = self.none
-        for part, _ in self.stage.blocks:
-            block = np.maximum(block, self.part_weights(part))
+        for model_part, _ in self.stage.blocks:
+            block = np.maximum(block, self.part_weights(model_part))
         return 2 * block + self.ends
 
     @cached_property
     def ends(self) -> np.ndarray:
         """Parameters outside blocks."""
-        return sum((self.part_weights(part) for part in self.stage.ends), tied_copy(self.stage, self.facts, self.tp))
+        return sum(
+            (self.part_weights(model_part) for model_part in self.stage.ends),
+            tied_copy(self.stage, self.facts, self.tp),
+        )
 
-    def part_weights(self, part: Part) -> np.ndarray:
+    def part_weights(self, model_part: Part) -> np.ndarray:
         """Parameters of a part on the rank."""
-        experts = _experts(part, self.expert_tp)
-        return _cut(part, self.tp, self.expert_tp) - experts + experts / self.ep
+        experts = _experts(model_part, self.expert_tp)
+        return _cut(model_part, self.tp, self.expert_tp) - experts + experts / self.ep

@@ -88,21 +88,23 @@ def stages(
     Raises:
         UsageError: the sizes are for another number of blocks.
     """
-    kinds = [part for part in facts.parts if part.role == "block"]
-    blocks = sum(part.count for part in kinds)
+    kinds = [model_part for model_part in facts.parts if model_part.role == "block"]
+    blocks = sum(model_part.count for model_part in kinds)
     if pp * chunks > max(blocks, 1):
         return []
-    front = tuple(part for part in facts.parts if part.role == "embedding")
-    back = tuple(part for part in facts.parts if part.role in ("norm", "head", "loss", "other"))
-    block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
-    head = sum(_cost(part) for part in back) / block_cost if block_cost else 0.0
+    front = tuple(model_part for model_part in facts.parts if model_part.role == "embedding")
+    back = tuple(model_part for model_part in facts.parts if model_part.role in ("norm", "head", "loss", "other"))
+    block_cost = sum(model_part.count * _cost(model_part) for model_part in kinds) / max(blocks, 1)
+    head = sum(_cost(model_part) for model_part in back) / block_cost if block_cost else 0.0
     if sizes is not None and sum(sizes) != blocks:
         raise UsageError(f"stage_blocks: its numbers are for {sum(sizes)} blocks, but the model has {blocks}")
     counts = stage_blocks(blocks, pp * chunks, balance, head) if sizes is None else sizes
     distinct_stages: list[Stage] = []
     for share_of_rank in _shares(pp, chunks, v_shaped, tuple(counts), distinct):
         count = sum(share_of_rank.sizes)
-        kinds_of_blocks = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()
+        kinds_of_blocks = (
+            tuple((model_part, count * model_part.count / blocks) for model_part in kinds) if blocks else ()
+        )
         ends = (*(front if share_of_rank.first else ()), *(back if share_of_rank.last else ()))
         distinct_stages.append(Stage(blocks=kinds_of_blocks, ends=ends, **share_of_rank._asdict()))
     return distinct_stages
@@ -230,8 +232,8 @@ def _together(entries: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]
 
     pattern, indices = stages[0], np.concatenate(places)
     blocks = tuple(
-        (part, of([stage.blocks[kind][1] for stage in stages]).astype(float))
-        for kind, (part, _) in enumerate(pattern.blocks)
+        (model_part, of([stage.blocks[kind][1] for stage in stages]).astype(float))
+        for kind, (model_part, _) in enumerate(pattern.blocks)
     )
     low, high = of([stage.ranks[0] for stage in stages]), of([stage.ranks[-1] for stage in stages])
     return EqualStages(
@@ -262,7 +264,7 @@ def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) ->
         again = sum(layers[index].ckpt for index in indices) / len(indices) if indices else 0.0
         group = replace(
             stage,
-            blocks=tuple((part, share * count) for part, count in stage.blocks) if indices else (),
+            blocks=tuple((model_part, share * count) for model_part, count in stage.blocks) if indices else (),
             first=stage.first and follows_knobs,
             last=stage.last and follows_knobs,
             ends=stage.ends if follows_knobs else (),
@@ -289,8 +291,8 @@ def handovers(stage: Stage, layers: Sequence[BlockStrategy], tp: int) -> dict[in
     return runs
 
 
-def _cost(part: Part) -> float:
-    return sum(item.k * item.n * item.count * item.rows for item in part.matmuls)
+def _cost(model_part: Part) -> float:
+    return sum(item.k * item.n * item.count * item.rows for item in model_part.matmuls)
 
 
 def in_flight(rank: "int | np.ndarray", pp: "int | np.ndarray", cols: KnobArrays) -> np.ndarray:

@@ -62,17 +62,17 @@ def command_of(script: str, where: str, folder: Path | None = None) -> tuple[lis
         UsageError: it cannot be split into words.
     """
     shell = _Script(folder=folder)
-    if "\n" not in script.strip() and shell.script_in(words := split_words(script, where)) is None:
-        return words, []
+    if "\n" not in script.strip() and shell.script_in(tokens := split_words(script, where)) is None:
+        return tokens, []
     shell.run(script)
-    candidates = [words for words in shell.commands if _starts_training(words)]
-    words = max(candidates, key=len, default=[])
-    if not words:  # a file with only flags
+    candidates = [tokens for tokens in shell.commands if _starts_training(tokens)]
+    tokens = max(candidates, key=len, default=[])
+    if not tokens:  # a file with only flags
         flags = [value for value in shell.values.values() if value and value[0].lstrip().startswith("-")]
-        words = [word for value in flags for item in value for word in shell.words(item)]
-    if not words:
+        tokens = [word for value in flags for item in value for word in shell.words(item)]
+    if not tokens:
         split_words(script, where)
-    return words, shell.unknown
+    return tokens, shell.unknown
 
 
 def split_words(text: str, where: str) -> list[str]:
@@ -87,8 +87,8 @@ def split_words(text: str, where: str) -> list[str]:
         raise UsageError(f"{where} cannot be split into words: {str(error).lower()}") from None
 
 
-def _starts_training(words: Sequence[str]) -> bool:
-    names = [Path(word).name for word in words]
+def _starts_training(tokens: Sequence[str]) -> bool:
+    names = [Path(word).name for word in tokens]
     return bool(names) and names[0] not in _OTHERS and any(name in PROGRAMS or name.endswith(".py") for name in names)
 
 
@@ -295,22 +295,22 @@ class _Script:
         return True
 
     def _command(self, text: str) -> None:
-        words = self.words(text)
-        for position, word in enumerate(words[:-1]):
-            follows_shell = word == "-c" and position and Path(words[position - 1]).name in _SHELLS
+        tokens = self.words(text)
+        for position, word in enumerate(tokens[:-1]):
+            follows_shell = word == "-c" and position and Path(tokens[position - 1]).name in _SHELLS
             if follows_shell or (word == "eval" and position == 0):
                 start = position - 1 if follows_shell else position
                 with suppress(ValueError):
-                    words = [*words[:start], *shlex.split(" ".join(words[position + 1 :]))]
+                    tokens = [*tokens[:start], *shlex.split(" ".join(tokens[position + 1 :]))]
                 break
-        cut = next((index for index, word in enumerate(words) if re.match(r"\d*[<>]|&>", word)), len(words))
-        self.commands.append(words[:cut])
-        if words and (body := self._functions.get(words[0])) is not None:
-            self._call(body, words[1:])
-        elif (position := self.script_in(words)) is not None:
-            for pair in filter(None, map(_PAIR.fullmatch, words[:position])):
+        cut = next((index for index, word in enumerate(tokens) if re.match(r"\d*[<>]|&>", word)), len(tokens))
+        self.commands.append(tokens[:cut])
+        if tokens and (body := self._functions.get(tokens[0])) is not None:
+            self._call(body, tokens[1:])
+        elif (position := self.script_in(tokens)) is not None:
+            for pair in filter(None, map(_PAIR.fullmatch, tokens[:position])):
                 self.values[pair[1]] = [pair[3]]
-            self._call(list(_statements(self._text(words[position]) or "")), words[position + 1 :])
+            self._call(list(_statements(self._text(tokens[position]) or "")), tokens[position + 1 :])
 
     def _call(self, statements: Sequence[str], arguments: Sequence[str]) -> None:
         """Reads the statements of a function or a script with their arguments."""
@@ -328,13 +328,13 @@ class _Script:
             if name in outer:
                 self.values[name] = outer[name]
 
-    def script_in(self, words: Sequence[str]) -> int | None:
+    def script_in(self, tokens: Sequence[str]) -> int | None:
         """Position of a script that a command runs and that can be read; None if there is none. torchtitan's is known."""
-        if not words or Path(words[0]).name in _OTHERS:
+        if not tokens or Path(tokens[0]).name in _OTHERS:
             return None
-        scripts = (index for index, word in enumerate(words) if Path(word).suffix in (".sh", ".bash"))
+        scripts = (index for index, word in enumerate(tokens) if Path(word).suffix in (".sh", ".bash"))
         position = next(scripts, None)
-        if position is None or Path(words[position]).name == "run_train.sh" or self._text(words[position]) is None:
+        if position is None or Path(tokens[position]).name == "run_train.sh" or self._text(tokens[position]) is None:
             return None
         return position
 
@@ -369,18 +369,18 @@ class _Script:
         return holds
 
     def _single(self, test: str) -> bool:
-        words = [re.sub(r"\$\{?[\w@]+\}?", "", word) for word in self.words(test, keep_empty=True)]
-        if words[:1] == ["!"]:
+        tokens = [re.sub(r"\$\{?[\w@]+\}?", "", word) for word in self.words(test, keep_empty=True)]
+        if tokens[:1] == ["!"]:
             return not self._single(test.strip()[1:])
-        if len(words) == 2 and words[0] in ("-z", "-n"):
-            return (words[1] == "") is (words[0] == "-z")
-        if len(words) == 1 and words[0] in ("-z", "-n"):
-            return words[0] == "-z"
-        if len(words) == 3 and words[1] in _TESTS:
-            return bool(self._number(f"{words[0] or 0} {_TESTS[words[1]]} {words[2] or 0}"))
-        if len(words) == 3 and words[1] in ("=", "==", "!="):
-            return fnmatchcase(words[0], words[2]) is (words[1] != "!=")
-        return len(words) == 1 and words[0] != "" if not words or not words[0].startswith("-") else False
+        if len(tokens) == 2 and tokens[0] in ("-z", "-n"):
+            return (tokens[1] == "") is (tokens[0] == "-z")
+        if len(tokens) == 1 and tokens[0] in ("-z", "-n"):
+            return tokens[0] == "-z"
+        if len(tokens) == 3 and tokens[1] in _TESTS:
+            return bool(self._number(f"{tokens[0] or 0} {_TESTS[tokens[1]]} {tokens[2] or 0}"))
+        if len(tokens) == 3 and tokens[1] in ("=", "==", "!="):
+            return fnmatchcase(tokens[0], tokens[2]) is (tokens[1] != "!=")
+        return len(tokens) == 1 and tokens[0] != "" if not tokens or not tokens[0].startswith("-") else False
 
     def _number(self, text: str) -> int | None:
         """Value of an arithmetic expression; None if it has names or operators that are not known."""
@@ -409,13 +409,13 @@ class _Script:
 
     def words(self, text: str, *, split: bool = True, split_values: bool = True, keep_empty: bool = False) -> list[str]:
         """Words of a text, with variables filled in; in one word without `split`, as many as written without `split_values`."""
-        words: list[str] = []
+        tokens: list[str] = []
         word: str | None = None
         quoted, position = False, 0
-        while position < len(text) and len(words) < _MOST_WORDS:
+        while position < len(text) and len(tokens) < _MOST_WORDS:
             char, following = text[position], text[position + 1 : position + 2]
             if char in " \t\n" and split and not quoted:
-                words += [] if word is None else [word]
+                tokens += [] if word is None else [word]
                 word, position = None, position + 1
             elif char == "'" and not quoted:
                 literal = text[position + 1 :].partition("'")[0]
@@ -433,14 +433,14 @@ class _Script:
                     pieces = re.split(r"[ \t\n]+", pieces[0])
                 for number, piece in enumerate(pieces):
                     if number:
-                        words += [] if word is None else [word]
+                        tokens += [] if word is None else [word]
                         word = None
                     if piece or quoted or keep_empty or word is not None:
                         word = (word or "") + piece
                 word, position = word if pieces else word or None, end
             else:
                 word, position = (word or "") + char, position + 1
-        return words if word is None else [*words, word]
+        return tokens if word is None else [*tokens, word]
 
     def _expanded(self, text: str, start: int) -> tuple[list[str], int]:
         """Values of the expansion at a position, and the position after it; one that is not known stays as written."""

@@ -468,6 +468,7 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
         matmuls += [Matmul(k=h, n=gates * shared, split="column"), Matmul(k=shared, n=h, split="row")]
     expert_parameters = count * (weights * inner + bias * inner)
     changed = expert_parameters + shared * (weights + bias) - dense_inner * (weights + bias)
+    clamped = CLAMPS * chosen * inner if shape.biases and shape.gated else 0.0
     inside = kept_bytes * (chosen * inner + shared - dense_inner)
     return replace(
         block,
@@ -483,7 +484,9 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
             rows=block.saved.rows + rows,
         ),
         transient=replace(block.transient, sharded=float(b * gates * max(chosen * inner + shared, dense_inner))),
-        traffic=replace(block.traffic, sharded=block.traffic.sharded + inside, rows=block.traffic.rows + moved),
+        traffic=replace(
+            block.traffic, sharded=block.traffic.sharded + inside + clamped, rows=block.traffic.rows + moved
+        ),
         kernels=block.kernels + (MIXTURE_KERNELS if lean else MIXTURE_KERNELS + 20.0),
     )
 
@@ -496,6 +499,10 @@ BIAS_OF_ROWS = 28
 """Bytes that adding the bias of each expert to its rows moves for an element, forward: multiplied by the rows' shares in fp32
 (4), added (2 + 4 + 4), concatenated (8) and cast back (6); backward 40, which is taken as twice the forward like all traffic
 (Megatron-LM, `_apply_bias` of TEGroupedMLP in core/transformer/moe/experts.py)."""
+CLAMPS = 12.0
+"""Bytes that clamps of gate and input move for an element between the products of an expert, outside of the fused activation:
+forward 16 (both clamped, then joined), backward 20, taken as 12 and twice that (Megatron-LM, `weighted_bias_quick_geglu_impl` in
+core/fusions/fused_bias_geglu.py). Only gpt-oss has experts with biases, and clamps."""
 FEEDING = 2
 """The last products of a dense block, those of its feed-forward network."""
 

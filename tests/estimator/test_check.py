@@ -40,7 +40,7 @@ def test_a_training_that_fits_has_a_margin_and_shares_that_add_up(checked):
 )
 def test_checkpointing_with_memory_to_spare_is_named_in_the_frameworks_words(checked, given, words, monkeypatch):
     assert not any("memory to spare" in each for each in checked.findings), "a change already removes it"
-    monkeypatch.setattr("redline.estimator.check._faster", lambda *given: ())
+    monkeypatch.setattr("redline.estimator.check.faster_configurations", lambda *given: ())
     (found,) = [each for each in check(read(given), "a100-80gb").findings if "memory to spare" in each]
     assert found.startswith(words)
 
@@ -408,7 +408,7 @@ def test_a_model_that_is_one_unit_of_fsdp_has_whole_weights_and_gradients(tmp_pa
 
 
 def test_a_change_is_surely_faster_and_has_no_idle_setting():
-    from redline.estimator.check import GAIN
+    from redline.estimator.faster import GAIN
 
     given = f"{MEGATRON} --overlap-grad-reduce"
     found = check(read(given), "h100-80gb")

@@ -273,12 +273,17 @@ def test_a_table_of_unlike_configurations_has_the_estimates_of_each():
 
 
 def test_biases_of_experts_are_added_to_their_rows_in_passes_of_their_own():
-    """28 bytes an element of each of a token's rows, forward, at 60 % of the bandwidth, and twice that in backward."""
-    shape = Shape(layers=LAYERS, hidden=HIDDEN, heads=16, vocabulary=32000, experts=EXPERTS, experts_per_token=CHOSEN)
-    setup = TrainingSetup(devices=8, seq_len=4096, global_batch=8, fusion=True)
-    with_biases, without = (
-        Estimator(replace(shape, biases=biases), H100, setup)({"ep": 8}).breakdown["time.memory-bound"]
-        for biases in (True, False)
-    )
-    moved = 3 * 28 * LAYERS * 4096 * CHOSEN * HIDDEN
-    assert with_biases - without == pytest.approx(1e3 * moved / (0.6 * H100.memory_gb_per_s * 1e9), rel=1e-6)
+    """28 bytes an element of each of a token's rows, forward, at 60 % of the bandwidth, and twice that in backward; 12 an element
+    between the products for the clamps of gate and input."""
+    for gated, clamps in ((False, 0), (True, 12 * 4)):
+        shape = Shape(
+            layers=LAYERS, hidden=HIDDEN, heads=16, vocabulary=32000, experts=EXPERTS, experts_per_token=CHOSEN,
+            gated=gated, intermediate=4 * HIDDEN,
+        )  # fmt: skip
+        setup = TrainingSetup(devices=8, seq_len=4096, global_batch=8, fusion=True)
+        with_biases, without = (
+            Estimator(replace(shape, biases=biases), H100, setup)({"ep": 8}).breakdown["time.memory-bound"]
+            for biases in (True, False)
+        )
+        moved = 3 * (28 + clamps) * LAYERS * 4096 * CHOSEN * HIDDEN
+        assert with_biases - without == pytest.approx(1e3 * moved / (0.6 * H100.memory_gb_per_s * 1e9), rel=1e-6)
