@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..estimator.check import Check
-    from ..estimator.faster import Faster
     from ..estimator.estimate import Estimate
+    from ..estimator.faster import Faster
 
 SHOWN = 12
 """Settings that a line names at most."""

@@ -6,25 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from ..base.collection import without_collection
-from ..base.errors import UsageError
 from ..models import Workload
-from ..models.global_batch import too_few
 from ..models.request import TrainingRequest, resolve
 from ..models.server_model import ServerModel
 from ..space import Space
 from .estimator import Estimator
-from .facts.model_facts import FactsSource, Shape
+from .facts.model_facts import FactsSource
 from .facts.traced import TracedFacts
 from .hardware import Hardware, find_hardware
 from .resolved_cache import CachedFacts, ResolvedRequest, key_of, load, store, variants_of
 from .setup import TrainingSetup
-from .survey import device_of, shape_space
+from .survey import device_of
 from .trainers import Trainer, built, find_trainer
-
-DEFAULT_SEQ_LEN = 4096
-"""Tokens of a sequence if only shape numbers are given."""
-SAMPLES_A_DEVICE = 4
-"""Sequences of a step for each device if only shape numbers and no global batch are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +42,7 @@ class EstimateRequest:
 
 
 def estimate_request(
-    target: str | Path | Workload | ServerModel | Shape,
+    target: str | Path | Workload | ServerModel,
     hardware: str | Path | Hardware | None = None,
     *,
     memory_limit_mib: float | None = None,
@@ -61,7 +54,7 @@ def estimate_request(
     """Resolves the arguments. Nothing is run; a model is traced when it is first estimated.
 
     Args:
-        target: anything that `redline.workload` takes, or the shape of a model.
+        target: anything that `redline.workload` takes.
         hardware: a name in the table, a YAML file, or `Hardware`; None for this machine.
         memory_limit_mib: of a device; None for its memory.
         framework: the trainer: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
@@ -78,44 +71,28 @@ def estimate_request(
     request.check_values()
     machine, count = machine_of(hardware, request.devices)
     notes = tuple(filter(None, (machine.note, machine.unmeasured)))
-    length: int | None
-    total: int | None
-    model: FactsSource | Workload
-    trains: dict[str, Any]
-    if isinstance(target, Shape):
-        space, length, total, space_notes = _of_shape(request, target, machine, count)
-        model, name, trains, samples = target, target.name, {"model": target.name}, total
-    else:
-        previous_source = None if like is None else like.estimator.source
-        like_traced = previous_source if isinstance(previous_source, TracedFacts) else None
-        model, resolved = _resolved(request, machine, count, like_traced)
-        space, space_notes, name, length, trains = (
-            resolved.space,
-            resolved.notes,
-            resolved.name,
-            resolved.seq_len,
-            dict(resolved.trains),
-        )
-        samples, total = resolved.global_batch, None if resolved.free_batch else resolved.global_batch
-        model = (None if request.lora else built(resolved.trains.get("shape"), trainer)) or model
-    space = settled(space, trainer)
+    previous_source = None if like is None else like.estimator.source
+    like_traced = previous_source if isinstance(previous_source, TracedFacts) else None
+    source, resolved = _resolved(request, machine, count, like_traced)
+    source = (None if request.lora else built(resolved.trains.get("shape"), trainer)) or source
+    space = settled(resolved.space, trainer)
     setup = trainer.planned(
         machine,
         devices=count,
-        seq_len=length,
-        global_batch=samples,
+        seq_len=resolved.seq_len,
+        global_batch=resolved.global_batch,
         memory_limit_mib=memory_limit_mib,
         **without_knobs(space),
     )
     return EstimateRequest(
-        name=name,
-        estimator=Estimator(model, machine, setup, framework=trainer.name),
+        name=resolved.name,
+        estimator=Estimator(source, machine, setup, framework=trainer.name),
         space=space,
         hardware=machine,
         devices=count,
-        global_batch=total,
-        trains=trains,
-        notes=notes + space_notes,
+        global_batch=None if resolved.free_batch else resolved.global_batch,
+        trains=dict(resolved.trains),
+        notes=notes + resolved.notes,
         framework=trainer,
     )
 
@@ -161,21 +138,6 @@ def _resolved(
     if key is not None:
         store(key, resolved)
     return previous or TracedFacts(answer.workload, machine.operators, machine.liger), resolved
-
-
-def _of_shape(
-    request: TrainingRequest, shape: Shape, machine: Hardware, devices: int
-) -> tuple[Space, int, int, tuple[str, ...]]:
-    """The space of shape numbers, tokens of a sample, samples of a step, and notes on them."""
-    if request.lora is not None or request.data is not None:
-        raise UsageError("lora and data belong to a model, not to shape numbers")
-    length, total = request.seq_len or DEFAULT_SEQ_LEN, request.global_batch or SAMPLES_A_DEVICE * devices
-    notes: tuple[str, ...] = ()
-    if request.global_batch is None:
-        notes = (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
-    notes += too_few(total, devices)
-    space, space_notes = request.space_or(lambda allow: shape_space(shape, machine, devices, total, length, allow))
-    return space, length, total, notes + space_notes
 
 
 def machine_of(

@@ -9,13 +9,11 @@ import numpy as np
 from ..base.device import DESCRIBED, Device
 from ..base.errors import SpaceError, UsageError
 from ..knobs.lossy import Lossy, lossy_in
-from ..knobs.rules import RuleContext
 from ..knobs.strategy import ON_REQUEST, checked
-from ..models.spaces import lossy_of_space, require_rules
+from ..models.spaces import lossy_of_space
 from ..space import Choices, Config, Space
 from .estimate import Estimate, EstimateTable, joined
 from .estimator import Estimator
-from .facts.model_facts import Shape
 from .hardware import Hardware
 
 MAX_CONFIGS = 200_000
@@ -42,78 +40,6 @@ def device_of(hardware: Hardware) -> Device:
         capability=None if is_cpu else capability,
         features=frozenset({DESCRIBED, *(name for name in ("bf16", "fp16") if is_cpu and name in rates)}),
     )
-
-
-def shape_space(
-    shape: Shape,
-    hardware: Hardware,
-    devices: int,
-    global_batch: int,
-    seq_len: int,
-    allow: Sequence[str] = (),
-) -> Space:
-    """The standard knobs for a model given by shape numbers only.
-
-    Raises:
-        SpaceError: no number of replicas divides the global batch.
-    """
-    from ..base.device import float8_obstacle
-    from ..models import parallel
-    from ..models.families.standard import Support
-    from ..models.spaces import declare_precision, micro_batches, ratios
-
-    device = device_of(hardware)
-    space = Space()
-    kv_heads = shape.kv_heads or shape.heads
-
-    def uncut(ranks: int) -> str | None:
-        even = kv_heads % ranks == 0 and shape.heads % ranks == 0
-        return None if even else f"{ranks} ranks must divide the {kv_heads} key and value heads"
-
-    def undivided(stages: int) -> str | None:
-        return None if stages <= shape.layers else f"{stages} stages need as many of {shape.layers} layers"
-
-    def apart(sp: int, cp: int, tp: int) -> str | None:
-        even = sp == 1 or shape.heads % (sp * tp) == 0
-        return None if even else f"tp * sp, {tp} * {sp}, must divide the {shape.heads} attention heads"
-
-    support = Support(tp=uncut, sequences=apart, pp=undivided, sequence_parallel=None)
-    spread = parallel.declare(
-        space,
-        global_batch,
-        device,
-        devices,
-        support,
-        any_batch=False,
-        seq_len=seq_len,
-        own_loss=False,
-        experts=shape.experts > 0,
-    )
-    sizes = sorted({size for dp in spread.replicas for size in micro_batches(global_batch // dp)})
-    micro = space.choice("micro_batch", sizes, help="sequences in one forward pass of one replica", monotone_memory=1)
-    space.choice(
-        "checkpoint_ratio",
-        ratios(shape.layers),
-        help="share of the blocks that are recomputed",
-        monotone_memory=-1,
-    )
-    float8 = not float8_obstacle(device)
-    parameters = shape.facts(precision="bf16", attention="sdpa", fusion=False).parameters
-    declare_precision(space, device, parameters, lossy="lossy" in allow, float8=float8)
-    space.flag("fusion", help="compile each repeated block")
-    together = micro * space["dp"] if devices > 1 else micro
-    space.derive("grad_accum", global_batch // together, help="micro-batches per optimizer step")
-    parallel.compose(space, device, devices, support)
-    context = RuleContext(
-        devices=devices,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        blocks=shape.layers,
-        heads=shape.heads,
-        experts=(shape.experts,) if shape.experts else (),
-    )
-    require_rules(space, context)
-    return space
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -350,8 +350,8 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     if strategy.zero and not deepspeed_runs and reader.flag("multi_gpu"):
         settings["multi_gpu"] = None  # which accelerate refuses beside use_fsdp
     groups = strategy.hsdp if strategy.zero else strategy.dp
-    whole = strategy.hsdp == strategy.tp == strategy.cp == strategy.sp == 1
-    if not reader.has(_SIZE.format("dp_shard")) and (whole or not strategy.zero):
+    undivided = strategy.hsdp == strategy.tp == strategy.cp == strategy.sp == 1
+    if not reader.has(_SIZE.format("dp_shard")) and (undivided or not strategy.zero):
         return settings
     return settings | _replicas(groups, strategy.dp)
 

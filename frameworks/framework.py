@@ -409,7 +409,7 @@ class Framework:
             reader.facts.setdefault("seq_len", length)
             if not any(map(reader.stated, self.seq_len)):
                 reader.defaults.add("seq_len")
-            if others := [name for name in self.seq_len if reader.whole(name) not in (None, length)]:
+            if further_lengths := [name for name in self.seq_len if reader.whole(name) not in (None, length)]:
                 reader.note(
                     f"{', '.join(map(reader.name, others))}: not read beside {reader.name(*self.seq_len)} = {length}"
                 )

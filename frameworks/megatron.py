@@ -354,11 +354,11 @@ def read_recomputation(reader: SettingsReader, layers: int | None, names: Sequen
     if granularity == "selective" or reader.flag("recompute-activations"):
         knobs["checkpoint_ratio"] = 0
         modules = reader.get(modules_of)
-        named = modules if isinstance(modules, list) else re.findall(r"\w+", str(modules or "core_attn"))
-        reader.conventions["recompute_attention"] = "core_attn" in named
-        if set(named) - {"core_attn"}:
-            reader.conventions["recompute_modules"] = "+".join(name for name in named if name in _MODULES)
-        if set(named) - _MODULES:
+        recomputed = modules if isinstance(modules, list) else re.findall(r"\w+", str(modules or "core_attn"))
+        reader.conventions["recompute_attention"] = "core_attn" in recomputed
+        if set(recomputed) - {"core_attn"}:
+            reader.conventions["recompute_modules"] = "+".join(name for name in recomputed if name in _MODULES)
+        if set(recomputed) - _MODULES:
             reader.misunderstood(modules_of)
         reader.note(
             "selective recomputation repeats attention without its linear layers, as fused attention does anyway; the knob "

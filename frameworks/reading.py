@@ -80,10 +80,10 @@ def _not_understood(lines: Sequence[str]) -> list[str]:
 def _unrecognised(source: str | Sequence[str], settings: Settings) -> str:
     """Why no framework is recognised."""
     shown_text = source if isinstance(source, str) else shlex.join(source)
-    other = _other(settings)
-    if other is not None:
+    other_trainer = _other(settings)
+    if other_trainer is not None:
         return (
-            f"'{shown_text[:100]}' has settings of {other}, which redline check does not read; --framework NAME reads it as "
+            f"'{shown_text[:100]}' has settings of {other_trainer}, which redline check does not read; --framework NAME reads it as "
             f"another trainer's: {', '.join(FRAMEWORKS)}"
         )
     signs = ", ".join(
@@ -275,20 +275,8 @@ def _source(framework: str, settings: Mapping[str, Any], where: str, form: str) 
 # -- commands -------------------------------------------------------------------------------------------------
 
 _FLAGS = frozenset(
-    (
-        *(
-            "standalone",
-            "no_python",
-            "module",
-            "multi_gpu",
-            "use_fsdp",
-            "use_deepspeed",
-            "cpu",
-            "use_cpu",
-            "no_local_rank",
-        ),
-        *("exclusive", "debug", "quiet", "same_network"),
-    )
+    "standalone no_python module multi_gpu use_fsdp use_deepspeed cpu use_cpu no_local_rank exclusive debug quiet".split()
+    + ["same_network"]
 )
 """Options of launchers without a value."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
@@ -372,11 +360,11 @@ def _read_command(
         if isinstance(text_value, str)
     }
     config_files = [word for word in config_files if word not in taken]
-    named = next((candidate for candidate in map(find_framework, FRAMEWORKS) if _starts(candidate, command)), None)
+    by_program = next((candidate for candidate in map(find_framework, FRAMEWORKS) if _starts(candidate, command)), None)
     dashes = [word for word in command[1:] if word.startswith("-") and not _is_negative(word)]
-    if named is not None and settings and not dashes and not named.assigns:
-        named = None  # its programs take flags; one of that name that takes assignments is another's
-    framework = None if _other(settings) is not None else named or _recognised(settings)
+    if by_program is not None and settings and not dashes and not by_program.assigns:
+        by_program = None  # its programs take flags; one of that name that takes assignments is another's
+    framework = None if _other(settings) is not None else by_program or _recognised(settings)
     for key in [key_name for key_name in settings if plain(key_name) in ("config", "config_file")]:
         config_file = settings[key]
         if isinstance(config_file, str) and config_file.endswith(SUFFIXES[:4]):
@@ -405,12 +393,12 @@ def _read_command(
             find_framework("deepspeed"), engine, where, "options", Path() if files else None
         )
         sources += engine_sources[:-1]
-        own = {
+        user_settings = {
             name: value
             for name, value in settings.items()
             if name not in engine and not is_harmless(name, harmless_settings("every"))
         }
-        facts = _merge_facts(_merge_facts(further, facts), {"unread": own})
+        facts = _merge_facts(_merge_facts(further, facts), {"unread": user_settings})
     else:
         if program in ("litgpt", "trl") and len(command) > 1:
             settings["subcommand"] = command[1]

@@ -11,6 +11,7 @@ from redline.estimator.document import estimate_document
 from redline.estimator.plans import choose, plan_of
 from redline.estimator.request import estimate_request
 from redline.estimator.survey import survey
+from shape_requests import shape_request
 from small_llama import small_llama
 
 
@@ -27,7 +28,7 @@ def small(tmp_path_factory):
 @pytest.fixture(scope="module")
 def question():
     shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
-    return estimate_request(shape, "a100-40gb", devices=8, seq_len=1024, global_batch=64, fix={"precision": "bf16"})
+    return shape_request(shape, "a100-40gb", devices=8, seq_len=1024, global_batch=64, fix={"precision": "bf16"})
 
 
 def test_the_best_are_different_plans_ranked_by_throughput_times_the_chance_to_fit(question):

@@ -5,7 +5,6 @@ import json
 import pytest
 from redline.cli import main
 from redline.cli.estimate_text import head
-from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
 from redline.estimator.request import estimate_request
@@ -35,10 +34,6 @@ def test_a_batch_that_was_asked_for_is_kept_and_one_below_the_devices_is_named()
     assert any(note.startswith(message) for note in found.notes)
     enough = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=64)
     assert not [note for note in enough.notes if "batch" in note]
-    shape = Shape(layers=4, hidden=64, heads=4, vocabulary=1000, name="small")
-    assert any(
-        note.startswith(message) for note in estimate_request(shape, "h100-80gb", devices=64, global_batch=16).notes
-    )
 
 
 def test_free_accumulation_keeps_the_batch_and_names_other_trainings():

@@ -12,9 +12,9 @@ from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.layerwise import Layerwise, _balanced, _Choice, knapsack, refine, relatives
-from redline.estimator.request import estimate_request
 from redline.knobs.layers import BlockStrategy, of_blocks, parse
 from redline.results import Measurement, Status, Trial
+from shape_requests import shape_request
 
 SLOWER_HERE = 3
 """Factor for time limits, as other tests run at the same time."""
@@ -54,7 +54,7 @@ def test_one_program_answers_for_several_budgets():
 def refined(**options):
     asked = {"devices": 8, "seq_len": 2048, "global_batch": 64, **options}
     fix = {"precision": "bf16", "fusion": False, "offload": "none", "sp": 1, "cp": 1, **asked.pop("fix", {})}
-    request = estimate_request(SHAPE, asked.pop("hardware", "a100-40gb"), fix=fix, **asked)
+    request = shape_request(SHAPE, asked.pop("hardware", "a100-40gb"), fix=fix, **asked)
     return request, estimate_document(request, layerwise=True, top=1)
 
 
@@ -128,7 +128,7 @@ def test_the_refined_configuration_is_predicted_as_it_was_reported(asked):
 def test_plans_with_equal_blocks_and_other_knobs_are_predicted_together_as_alone():
     """Embedding and head follow the knobs, blocks their strategies."""
     asked = {"devices": 8, "seq_len": 2048, "global_batch": 64, "fix": {"precision": "bf16", "sp": 1, "cp": 1}}
-    predict = estimate_request(SHAPE, "a100-80gb", **asked).estimator
+    predict = shape_request(SHAPE, "a100-80gb", **asked).estimator
     shared = {"pp": 1, "micro_batch": 4, "fusion": False}
     plans = [
         {**shared, "tp": 2, "zero": 2, "strategy": "0-15:tp1,zero3,ckpt 16-23:tp1,zero3"},
@@ -145,7 +145,7 @@ def test_plans_with_equal_blocks_and_other_knobs_are_predicted_together_as_alone
 
 def estimator(zero=1, pp=1, **more):
     options = {"devices": 8, "seq_len": 2048, "global_batch": 256, **more}
-    request = estimate_request(SHAPE, "a100-80gb", fix={"precision": "bf16", "offload": "none"}, **options)
+    request = shape_request(SHAPE, "a100-80gb", fix={"precision": "bf16", "offload": "none"}, **options)
     base = {
         "tp": 1,
         "pp": pp,
@@ -241,7 +241,7 @@ def test_blocks_that_share_sequences_exchange_what_a_model_does_and_hand_them_ov
 def test_a_plan_shares_sequences_where_a_micro_batch_has_too_few_samples():
     def plan(**more):
         fix = {"precision": "bf16", "fusion": False, "offload": "none", "tp": 4, "pp": 1, "micro_batch": 1, **more}
-        request = estimate_request(SHAPE, "h100-80gb", devices=8, seq_len=8192, global_batch=8, fix=fix)
+        request = shape_request(SHAPE, "h100-80gb", devices=8, seq_len=8192, global_batch=8, fix=fix)
         return request, estimate_document(request, layerwise=True, top=1).layerwise
 
     request, found = plan()
@@ -284,7 +284,7 @@ def test_blocks_and_a_ratio_together_are_refused_where_both_are_asked_for():
 
 def test_refined_trials_calibrate_like_any_other():
     predict = estimator()
-    request = estimate_request(SHAPE, "a100-80gb", devices=8, seq_len=2048, global_batch=256, fix={"precision": "bf16"})
+    request = shape_request(SHAPE, "a100-80gb", devices=8, seq_len=2048, global_batch=256, fix={"precision": "bf16"})
     config = {"tp": 1, "zero": 1, "micro_batch": 4, "precision": "bf16", "strategy": "0-7:ckpt 8-23:-"}
     expected = predict(strategy="0-7:ckpt 8-23:-")
     measured = Measurement(status=Status.OK, step_ms=1.3 * expected.step_ms, peak_memory_mib=expected.peak_memory_mib)
@@ -334,7 +334,7 @@ def test_no_plan_is_named_that_is_predicted_slower_than_the_uniform_winner(devic
 def test_a_deep_model_on_many_devices_is_planned_in_seconds():
     shape = Shape(layers=128, hidden=12288, heads=96, vocabulary=50304, name="deep")
     fix = {"precision": "bf16", "fusion": False, "offload": "none", "tp": 8, "pp": 8, "pipeline_schedule": "1f1b"}
-    request = estimate_request(shape, "a100-80gb", devices=512, seq_len=2048, global_batch=1024, fix=fix)
+    request = shape_request(shape, "a100-80gb", devices=512, seq_len=2048, global_batch=1024, fix=fix)
     (winner,) = estimate_document(request, top=1).ranked[:1]
     facts = request.estimator.facts_of(knob_arrays([winner.config], request.estimator.training), 0)
     start = time.process_time()
@@ -347,7 +347,7 @@ def test_a_deep_model_on_many_devices_is_planned_in_seconds():
 def test_some_blocks_offload_their_optimizer_state_where_all_of_it_does_not_fit():
     fix = {"precision": "bf16", "fusion": False, "sp": 1, "cp": 1, "tp": 1, "micro_batch": 1}
     asked = {"devices": 2, "seq_len": 2048, "global_batch": 64, "memory_limit_mib": 20 * 1024}
-    request = estimate_request(SHAPE, "a100-40gb", fix=fix, **asked)
+    request = shape_request(SHAPE, "a100-40gb", fix=fix, **asked)
     found = estimate_document(request, layerwise=True)
     plan, uniform = found.layerwise, found.ranked[0]
     assert uniform.config["offload"] == "optimizer" and plan.config["offload"] == "none"
@@ -358,7 +358,7 @@ def test_some_blocks_offload_their_optimizer_state_where_all_of_it_does_not_fit(
     on_device = request.estimator({**plan.config, "strategy": plan.config["strategy"].replace("offload", "-")})
     assert on_device.throughput > plan.throughput and not on_device.fits
     # A fixed knob is kept.
-    kept = estimate_request(SHAPE, "a100-40gb", fix={**fix, "offload": "none"}, **asked)
+    kept = shape_request(SHAPE, "a100-40gb", fix={**fix, "offload": "none"}, **asked)
     assert not any(each.offload for each in estimate_document(kept, layerwise=True).layerwise.layers)
 
 
@@ -366,7 +366,7 @@ def test_stages_with_the_head_get_fewer_blocks_where_that_is_faster():
     """A head of 128,256 tokens takes as long as two and a half blocks."""
     shape = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256, name="llama3-8b")
     fix = {"precision": "bf16", "fusion": False, "offload": "none", "sp": 1, "cp": 1, "tp": 1, "pp": 4}
-    request = estimate_request(
+    request = shape_request(
         shape, "h100-80gb", devices=64, seq_len=4096, global_batch=256, fix={**fix, "pipeline_schedule": "1f1b"}
     )
     found = estimate_document(request, layerwise=True)
@@ -412,7 +412,7 @@ GPT_2_7B = Shape(
 )  # fmt: skip
 def test_plans_are_at_least_as_fast_as_published_ones(shape, hardware, gib, batch, plan):
     fix = {"precision": "bf16", "fusion": False, "sp": 1, "cp": 1}
-    request = estimate_request(
+    request = shape_request(
         shape, hardware, devices=8, seq_len=2048, global_batch=batch, memory_limit_mib=gib * 1024, fix=fix
     )
     theirs = request.estimator({**fix, **plan})
@@ -435,7 +435,7 @@ EXPERTS = Shape(
 
 def test_blocks_spread_their_experts_as_memory_allows():
     fix = {"precision": "bf16", "fusion": False, "offload": "none", "sp": 1, "cp": 1, "tp": 1, "pp": 1, "zero": 1}
-    request = estimate_request(EXPERTS, "h100-80gb", devices=8, seq_len=4096, global_batch=64, fix=fix)
+    request = shape_request(EXPERTS, "h100-80gb", devices=8, seq_len=4096, global_batch=64, fix=fix)
     winner = estimate_document(request, top=1).ranked[0]
     others = relatives(request.space, winner.config)
     if "ep" in winner.config:

@@ -9,10 +9,10 @@ from redline.base.errors import UsageError
 from redline.estimator import Constants, Estimator, Shape, TrainingSetup, find_hardware
 from redline.estimator.facts.model_facts import ModelFacts
 from redline.estimator.kernels import attention_share, kernel_of, product_seconds, products_of
-from redline.estimator.request import estimate_request
 from redline.estimator.trainers import TRAINERS, built, find_trainer, trainer_of
 from redline.models import workload as preset
 from redline.models.architecture import shape_of
+from shape_requests import shape_request
 
 SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "intermediate": 5632, "vocabulary": 32000}
 CONFIG = {"dp": 8, "zero": 3, "micro_batch": 4, "grad_accum": 4}
@@ -132,7 +132,7 @@ def test_fsdp_offloads_shards_of_weights_and_gradients_too():
 def test_plans_of_a_trainer_have_its_facts_regardless_of_knobs():
     shape = Shape(name="small", vocabulary=32000, layers=16, hidden=2048, heads=16)
     asked = {"devices": 8, "seq_len": 2048, "global_batch": 64}
-    request = estimate_request(shape, "a100-80gb", framework="megatron", **asked)
+    request = shape_request(shape, "a100-80gb", framework="megatron", **asked)
     knob = request.space["precision"]
     assert knob.values == ("bf16",) and request.framework.facts
     config = {"tp": 2, "micro_batch": 2, "zero": 1}
@@ -140,14 +140,14 @@ def test_plans_of_a_trainer_have_its_facts_regardless_of_knobs():
     for precision in ("bf16", "fp32"):
         found = request.estimator({**config, "precision": precision})
         assert found.step_ms == wanted.step_ms and found.peak_memory_mib == wanted.peak_memory_mib
-    own = estimate_request(shape, "a100-80gb", **asked)
+    own = shape_request(shape, "a100-80gb", **asked)
     assert "fp32" in own.space["precision"].others
     assert (
         own.estimator({**config, "precision": "fp32"}).step_ms != own.estimator({**config, "precision": "bf16"}).step_ms
     )
-    assert estimate_request(shape, "v100-32gb", framework="megatron", **asked).estimator.training.products == "fp16"
+    assert shape_request(shape, "v100-32gb", framework="megatron", **asked).estimator.training.products == "fp16"
     with pytest.raises(UsageError, match="unknown framework 'megatorn'"):
-        estimate_request(shape, "a100-80gb", framework="megatorn", **asked)
+        shape_request(shape, "a100-80gb", framework="megatorn", **asked)
 
 
 def test_commands_name_the_trainers_there_are():

@@ -14,7 +14,6 @@ from redline.cli.progress import trial_line
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
-from redline.estimator.request import estimate_request
 from redline.estimator.survey import device_of
 from redline.models.request import TrainingRequest
 from redline.results import Measurement, Status, Trial
@@ -22,6 +21,7 @@ from redline.space import Config
 from redline.tuner.confirm import Confirmation
 from redline.tuner.request.target import resolve_task
 from redline.tuner.result import make_result
+from shape_requests import shape_request
 from small_llama import small_llama
 
 H100 = find_hardware("h100-80gb")
@@ -122,10 +122,10 @@ def test_mfu_says_against_which_precision(capsys):
 def test_an_estimate_names_both():
     shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
     how = {"devices": 2, "seq_len": 1024, "global_batch": 64, "fix": {"tp": 1, "pp": 1}}
-    found = estimate_document(estimate_request(shape, H100, allow="lossy", **how), top=3)
+    found = estimate_document(shape_request(shape, H100, allow="lossy", **how), top=3)
     assert [each.lossy for each in found.ranked] == [("precision",)] * 3
     assert found.survey.best_exact.config["precision"] == "bf16"
-    alone = estimate_document(estimate_request(shape, H100, **how), top=1)
+    alone = estimate_document(shape_request(shape, H100, **how), top=1)
     assert found.survey.best_exact.estimate.throughput == pytest.approx(alone.ranked[0].estimate.throughput)
     assert alone.survey.best_exact is None and alone.ranked[0].lossy == ()
     document = found.to_dict()
