@@ -79,11 +79,7 @@ def deciding_facts(
     bits = conventions.get("frozen_bits") or 16
     rows = (
         ("model", model, of_fact("model", architecture or trainer.model, "assumed")),
-        (
-            "adapters",
-            _adapters(trainer),
-            written if trainer.lora or trainer.trained_blocks else f"default of {title}",
-        ),
+        ("adapters", _adapters(trainer), written if trainer.lora or trainer.trained_blocks else f"default of {title}"),
         (
             "quantization",
             f"{bits} bits a frozen weight" if bits < 16 else "none",
@@ -92,11 +88,7 @@ def deciding_facts(
         ("optimizer", _optimizer(trainer, conventions), of_optimizer),
         ("precision", _precision(config, conventions), of_knob("precision")),
         ("batch", f"{batch} = {trainer.global_batch}{lengths}", of_knob("micro_batch")),
-        (
-            "length",
-            f"{length:,} tokens" if length else "the model's",
-            of_fact("seq_len", trainer.seq_len, "assumed"),
-        ),
+        ("length", f"{length:,} tokens" if length else "the model's", of_fact("seq_len", trainer.seq_len, "assumed")),
         ("checkpointing", _checkpointing(config, conventions), of_knob("checkpoint_ratio")),
         ("sharding", _sharding(trainer, degrees), of_knob("zero", *(degrees.keys() - {"dp"}))),
         ("offload", _offload(config, conventions), of_knob("offload")),

@@ -422,9 +422,7 @@ def _source(
         from .facts.traced import TracedFacts
 
         setup = replace(
-            setup,
-            seq_len=setup.seq_len or model.seq_len,
-            global_batch=setup.global_batch or model.global_batch,
+            setup, seq_len=setup.seq_len or model.seq_len, global_batch=setup.global_batch or model.global_batch
         )
         return TracedFacts(model, hardware.operators, hardware.liger), setup, model.unit
     if hasattr(model, "facts"):

@@ -75,11 +75,7 @@ def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank
             f"{extra / 1024:.1f} GiB as the one of {ep} ranks whose experts get the most rows, {100 * share:.0f} % above the mean"
         )
     return FullestRank(
-        rank=int(stages[most].ranks[0]),
-        pp=split.pp,
-        mib=sums[most],
-        least_mib=sums[least],
-        reasons=tuple(reasons),
+        rank=int(stages[most].ranks[0]), pp=split.pp, mib=sums[most], least_mib=sums[least], reasons=tuple(reasons)
     )
 
 

@@ -322,10 +322,7 @@ def _plans(
     offloading = [same_cut] if len(on_device) < len(options) else []
     for allowed in dict.fromkeys(map(tuple, (on_device, same_tp, same_ep, *offloading))):
         ways = [
-            (
-                [choice for choice in choices if choice.layer in allowed],
-                [share * limit - outside for share in SHARES],
-            )
+            ([choice for choice in choices if choice.layer in allowed], [share * limit - outside for share in SHARES])
             for outside, choices in priced
         ]
         divisions: dict[tuple[int, ...] | None, None] = {split.sizes: None}

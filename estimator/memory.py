@@ -331,10 +331,7 @@ def _recomputation_or_loss(rank: Rank, constants: Constants) -> dict[str, np.nda
     """The larger of the two: the loss is done before the last block is recomputed or differentiated."""
     loss, recomputation = _loss(rank, constants), _recomputation(rank, constants)
     at_loss = loss >= recomputation
-    return {
-        "logits and loss": np.where(at_loss, loss, 0.0),
-        "recomputation": np.where(at_loss, 0.0, recomputation),
-    }
+    return {"logits and loss": np.where(at_loss, loss, 0.0), "recomputation": np.where(at_loss, 0.0, recomputation)}
 
 
 def _with_gradients_that_come_and_go(

@@ -113,10 +113,7 @@ def settled(space: Space, trainer: Trainer) -> Space:
 
 
 def _resolved(
-    request: TrainingRequest,
-    machine: Hardware,
-    devices: int,
-    previous: TracedFacts | None,
+    request: TrainingRequest, machine: Hardware, devices: int, previous: TracedFacts | None
 ) -> tuple[FactsSource, ResolvedRequest]:
     """The source of the facts of a request's model, and the rest of the resolved request: from the cache if all of it is there,
     otherwise resolved, with the model of an earlier request if there is one."""

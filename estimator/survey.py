@@ -160,11 +160,7 @@ def climbed(predicted: Predicted, wanted: Callable[[Predicted, int], Sequence[in
 
 
 def survey(
-    estimator: Estimator,
-    space: Space,
-    *,
-    top: int = 5,
-    order: Callable[[EstimateTable], np.ndarray] | None = None,
+    estimator: Estimator, space: Space, *, top: int = 5, order: Callable[[EstimateTable], np.ndarray] | None = None
 ) -> Survey:
     """Predicts every configuration of a space, and ranks those that fit by throughput.
 

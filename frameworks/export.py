@@ -66,10 +66,7 @@ def render(
     notes, use = setup.finish(), _instructions(chosen, setup, file or chosen.file(form))
     comments = [*_head(chosen, setup), *use]
     if notes:
-        comments += [
-            "You must set these yourself:",
-            *(line for note in notes for line in _wrapped(note)),
-        ]
+        comments += ["You must set these yourself:", *(line for note in notes for line in _wrapped(note))]
     return Export(
         target=target,
         form=form,

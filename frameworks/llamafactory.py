@@ -31,12 +31,13 @@ def prepare(reader: SettingsReader) -> None:
         if str(reader.get("dist_config.name") or "") == "fsdp2":
             reader.set("fsdp", True)
         reader.set("finetuning_type", reader.get("peft_config.name") or "full")
-        for name, setting in (
-            ("r", "lora_rank"),
-            ("lora_alpha", "lora_alpha"),
-            ("lora_dropout", "lora_dropout"),
-            ("target_modules", "lora_target"),
-        ):
+        names = {
+            "r": "lora_rank",
+            "lora_alpha": "lora_alpha",
+            "lora_dropout": "lora_dropout",
+            "target_modules": "lora_target",
+        }
+        for name, setting in names.items():
             if (value := reader.get(f"peft_config.{name}")) is not None:
                 reader.set(setting, value)
         if reader.has("quant_config.name"):
@@ -78,13 +79,14 @@ def read(reader: SettingsReader) -> None:
         if reader.flag(f"{name}_layerwise"):
             reader.misunderstood(f"{name}_layerwise")
             reader.note(f"{name}_layerwise: LLaMA-Factory refuses it on more than one device")
-    if reader.has("deepspeed") and sum(bool(reader.flag(f"use_{name}")) for name in _LAYERWISE):
-        reader.note("LLaMA-Factory refuses GaLore and APOLLO with deepspeed")
-    for name in _LAYERWISE:
         rank, target = reader.whole(f"{name}_rank") or 16, reader.get(f"{name}_target") or "all"
-        if reader.flag(f"use_{name}") and str(target) == "all" and kind == "full":
+        if not reader.flag(f"use_{name}"):
+            continue
+        if reader.has("deepspeed"):
+            reader.note("LLaMA-Factory refuses GaLore and APOLLO with deepspeed")
+        if str(target) == "all" and kind == "full":
             reader.facts["low_rank"] = rank
-        elif reader.flag(f"use_{name}"):
+        else:
             reader.misunderstood(f"use_{name}")
     if kind not in ("lora", "oft") and reader.has("quantization_bit"):
         reader.note(f"LLaMA-Factory refuses quantization_bit with finetuning_type = {kind}")

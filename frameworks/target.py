@@ -89,13 +89,7 @@ class Export:
     """True if the text contains the notes."""
 
 
-SUFFIXES: Mapping[str, str] = {
-    "yaml": ".yaml",
-    "json": ".json",
-    "shell": ".sh",
-    "python": ".py",
-    "env": ".env",
-}
+SUFFIXES: Mapping[str, str] = {"yaml": ".yaml", "json": ".json", "shell": ".sh", "python": ".py", "env": ".env"}
 """File suffix of each form."""
 
 

@@ -20,10 +20,7 @@ from .framework import SettingsReader, framework_of, knob_table, plain, settings
 from .target import Target, hashed
 
 CHECKED = ("torchtitan", "0.3")
-PRESETS = {
-    "llama3-8b": ("llama3", "llama3_8b"),
-    "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
-}
+PRESETS = {"llama3-8b": ("llama3", "llama3_8b"), "qwen3-0.6b": ("qwen3", "qwen3_0_6b")}
 """Models in both: torchtitan's module and configuration."""
 _PARAM, _DTYPE = "training.mixed_precision_param", "training.dtype"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"

@@ -164,10 +164,7 @@ def _checkpointing(setup: ExportInput, sharded: bool) -> dict[str, Any]:
                 f"checkpoint_ratio={value_text(ratio)} recomputes {here} of {layers} blocks here, and {there} as it "
                 f"was {setup.found}"
             )
-        return {
-            "activation_checkpointing": True,
-            "activation_checkpointing_kwargs": {"every_n_layers": every},
-        }
+        return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": every}}
     if ratio < 1:
         setup.note(
             f"checkpoint_ratio={value_text(ratio)} became all blocks: less memory and less speed than {setup.found}"

@@ -103,13 +103,7 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str, frozen: str 
     import torch
     from functorch.compile import make_boxed_func
 
-    from ...base._torch import (
-        aot_autograd,
-        dynamo,
-        min_cut_rematerialization_partition,
-        select_decomp_table,
-        tree_map,
-    )
+    from ...base._torch import aot_autograd, dynamo, min_cut_rematerialization_partition, select_decomp_table, tree_map
 
     graphs: dict[str, torch.fx.GraphModule] = {}
 
@@ -140,13 +134,7 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str, frozen: str 
             output = torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(*args, **kwargs)
             total = sum(tensor.float().sum() for tensor in _differentiable(output))
             total.backward()
-        except (
-            dynamo.exc.TorchDynamoException,
-            RuntimeError,
-            AssertionError,
-            TypeError,
-            LookupError,
-        ) as error:
+        except (dynamo.exc.TorchDynamoException, RuntimeError, AssertionError, TypeError, LookupError) as error:
             return " ".join(str(error).split())[:160] or type(error).__name__
         finally:
             dynamo.reset()

@@ -10,14 +10,7 @@ if TYPE_CHECKING:
 
 CUDA, CUDA_7, CPU = "cuda", "cuda-7", "cpu"
 """Devices whose operators differ: NVIDIA GPUs, those before compute capability 8.0, which have no flash attention, and CPUs."""
-_UNDER_AUTOCAST_FP32 = (
-    "softmax",
-    "log_softmax",
-    "layer_norm",
-    "group_norm",
-    "nll_loss",
-    "mse_loss",
-)
+_UNDER_AUTOCAST_FP32 = ("softmax", "log_softmax", "layer_norm", "group_norm", "nll_loss", "mse_loss")
 """Operators that CUDA's autocast runs in float32 and the CPU's does not:
 https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32"""
 

@@ -586,9 +586,6 @@ def _latent_products(shape: Shape, q: int, kv: int, attended: int) -> tuple[Matm
     down = Matmul(k=shape.hidden, n=shape.kv_lora_rank + shape.rope_head_dim)
     queries: tuple[Matmul, ...] = (Matmul(k=shape.hidden, n=q, split="column"),)
     if shape.q_lora_rank:
-        queries = (
-            Matmul(k=shape.hidden, n=shape.q_lora_rank),
-            Matmul(k=shape.q_lora_rank, n=q, split="column"),
-        )
+        queries = (Matmul(k=shape.hidden, n=shape.q_lora_rank), Matmul(k=shape.q_lora_rank, n=q, split="column"))
     up = Matmul(k=shape.kv_lora_rank, n=kv, split="column")
     return *queries, down, up, Matmul(k=attended, n=shape.hidden, split="row")

@@ -139,10 +139,7 @@ def trace_facts(
 
 
 def _trace(
-    workload: Workload,
-    variant: Variant,
-    device_type: str,
-    steps: "dict[Step, tuple[Layout, StepTrace]]",
+    workload: Workload, variant: Variant, device_type: str, steps: "dict[Step, tuple[Layout, StepTrace]]"
 ) -> ModelFacts:
     precision, attention, fusion, liger = variant
     step = (precision, attention, liger)

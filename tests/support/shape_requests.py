@@ -33,7 +33,12 @@ def shape_request(
     space, notes = request.space_or(lambda allow: shape_space(shape, machine, devices, total, length, allow))
     space = settled(space, trainer)
     setup = trainer.planned(
-        machine, devices=devices, seq_len=length, global_batch=total, memory_limit_mib=memory_limit_mib, **without_knobs(space)
+        machine,
+        devices=devices,
+        seq_len=length,
+        global_batch=total,
+        memory_limit_mib=memory_limit_mib,
+        **without_knobs(space),
     )
     return EstimateRequest(
         name=shape.name,
