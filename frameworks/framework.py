@@ -411,7 +411,7 @@ class Framework:
                 reader.defaults.add("seq_len")
             if further_lengths := [name for name in self.seq_len if reader.whole(name) not in (None, length)]:
                 reader.note(
-                    f"{', '.join(map(reader.name, others))}: not read beside {reader.name(*self.seq_len)} = {length}"
+                    f"{', '.join(map(reader.name, further_lengths))}: not read beside {reader.name(*self.seq_len)} = {length}"
                 )
         self.read(reader)
         for name, neutral in self.ignored.items():

@@ -83,8 +83,8 @@ def _unrecognised(source: str | Sequence[str], settings: Settings) -> str:
     other_trainer = _other(settings)
     if other_trainer is not None:
         return (
-            f"'{shown_text[:100]}' has settings of {other_trainer}, which redline check does not read; --framework NAME reads it as "
-            f"another trainer's: {', '.join(FRAMEWORKS)}"
+            f"'{shown_text[:100]}' has settings of {other_trainer}, which redline check does not read; --framework NAME reads "
+            f"it as another trainer's: {', '.join(FRAMEWORKS)}"
         )
     signs = ", ".join(
         f"{find_framework(name).title} ({find_framework(name).signs[0].replace(' & ', ' with ')})"
@@ -274,10 +274,10 @@ def _source(framework: str, settings: Mapping[str, Any], where: str, form: str) 
 
 # -- commands -------------------------------------------------------------------------------------------------
 
-_FLAGS = frozenset(
-    "standalone no_python module multi_gpu use_fsdp use_deepspeed cpu use_cpu no_local_rank exclusive debug quiet".split()
-    + ["same_network"]
-)
+_FLAGS = frozenset((
+    "standalone", "no_python", "module", "multi_gpu", "use_fsdp", "use_deepspeed", "cpu", "use_cpu", "no_local_rank",
+    "exclusive", "debug", "quiet", "same_network",
+))  # fmt: skip
 """Options of launchers without a value."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=((?!.*,\w+=).*)", re.DOTALL)

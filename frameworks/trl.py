@@ -8,11 +8,13 @@ from .trainer import KNOBS, conventions, option, prepare, read as read_trainer, 
 SUBCOMMAND = "subcommand"
 """The trainer: `sft`, `dpo`, ...; in a YAML alone it follows from the settings that only one trainer has."""
 _OF_TRAINERS = {
-    "dpo": "precompute_ref_log_probs max_prompt_length beta ref_model_sync_steps rpo_alpha f_divergence_type".split(),
+    "dpo": (
+        "precompute_ref_log_probs", "max_prompt_length", "beta", "ref_model_sync_steps", "rpo_alpha", "f_divergence_type",
+    ),
     "grpo": ("num_generations", "max_completion_length", "reward_funcs", "use_vllm"),
     "reward": ("center_rewards_coefficient",),
     "kto": ("desirable_weight", "undesirable_weight"),
-}
+}  # fmt: skip
 
 _GENERATES = ("grpo", "rloo")
 """Trainers whose samples are prompts with generated completions."""

@@ -204,3 +204,10 @@ def test_settings_that_say_what_is_estimated_are_not_listed():
         "accelerate": {"distributed_type": "FSDP", "deepspeed_config": {}},
     }.items():
         assert not find_framework(name).reading(settings, "x").facts["unread"]
+
+
+def test_lengths_beside_the_one_that_is_taken_are_named():
+    settings = {"model.seq_length": 8192, "dataset.sequence_length": 4096, "train.micro_batch_size": 1}
+    reader = find_framework("megatron-bridge").reading(settings, "x")
+    assert reader.facts["seq_len"] == 8192 and not reader.facts["unread"]
+    assert any("dataset.sequence_length: not read beside" in note for note in reader.notes)
