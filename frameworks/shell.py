@@ -304,13 +304,14 @@ class _Script:
                     tokens = [*tokens[:start], *shlex.split(" ".join(tokens[position + 1 :]))]
                 break
         cut = next((index for index, word in enumerate(tokens) if re.match(r"\d*[<>]|&>", word)), len(tokens))
-        self.commands.append(tokens[:cut])
+        tokens = tokens[:cut]
+        self.commands.append(tokens)
         if tokens and (body := self._functions.get(tokens[0])) is not None:
             self._call(body, tokens[1:])
-        elif (position := self.script_in(tokens)) is not None:
-            for pair in filter(None, map(_PAIR.fullmatch, tokens[:position])):
+        elif (script := self.script_in(tokens)) is not None:
+            for pair in filter(None, map(_PAIR.fullmatch, tokens[:script])):
                 self.values[pair[1]] = [pair[3]]
-            self._call(list(_statements(self._text(tokens[position]) or "")), tokens[position + 1 :])
+            self._call(list(_statements(self._text(tokens[script]) or "")), tokens[script + 1 :])
 
     def _call(self, statements: Sequence[str], arguments: Sequence[str]) -> None:
         """Reads the statements of a function or a script with their arguments."""
