@@ -362,3 +362,37 @@ def _whole_text(value: Any) -> Any:
     if isinstance(value, dict):
         return {_whole_text(key): _whole_text(element) for key, element in value.items()}
     return value
+
+
+class JsonLines:
+    """Reads the JSON objects that another process appends to a file, a line each.
+
+    Args:
+        folder: of the file.
+        name: of the file, which need not exist yet.
+        begin: offset to start at, bytes.
+    """
+
+    def __init__(self, folder: Path, name: str, begin: int = 0) -> None:
+        self._folder, self._name, self._at, self._rest = folder, name, begin, b""
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yields new complete lines. Lines that are not JSON objects, such as one that a full disk truncated, are
+        left out.
+
+        Raises:
+            OSError: the file exists but cannot be read.
+        """
+        try:
+            with open_inside(self._folder, self._name) as file:
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self._at += len(data)
+        *complete, self._rest = (self._rest + data).split(b"\n")
+        for line in complete:
+            with contextlib.suppress(Malformed):
+                record = parse_json(line)
+                if isinstance(record, dict):
+                    yield record

@@ -8,6 +8,7 @@ _CONFIG = "write the model's sizes into a config.json and give its path as MODEL
 _SERVER = dict.fromkeys(
     ("--server", "--token", "--trust"), "`redline submit MODEL --wait` searches on a server's devices"
 )
+_METRIC_FILE = "print the numbers, or report them by `from redline import report`; --metric names those of the output"
 _TRUST = "set the environment variable SSL_CERT_FILE to the file of certificates"
 _TEAM = "searches are shown to all users of a server"
 _HEADROOM = "5 % of a device's memory is kept free; for more, give a smaller memory limit"
@@ -36,8 +37,9 @@ _TRAIN = {
 _TUNE = {
     **{
         f"--{name}": _COMMAND.format(name.replace("-", "_"))
-        for name in ("render", "metric-file", "direction", "samples", "require", "shell", "emulate", "no-observe")
+        for name in ("render", "direction", "samples", "require", "shell", "emulate", "no-observe")
     },
+    "--metric-file": _METRIC_FILE,
     "--env": "write NAME=VALUE before the command's program, or `env` beside `command` into a --command-file",
     "--headroom": _HEADROOM,
     "--ranks": _RANKS,

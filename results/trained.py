@@ -10,13 +10,12 @@ out-of-memory.json  written if ranks of a launcher ran out of memory, with their
                     start
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import StudyError
-from ..base.reading import LARGEST_DOCUMENT, Malformed, open_inside, parse_json, parse_yaml, read_inside
+from ..base.reading import LARGEST_DOCUMENT, JsonLines, Malformed, parse_yaml, read_inside
 from ..base.writing import cannot_write, write_yaml
 
 DOCUMENT, LOG, CHECKPOINTS = "train.yaml", "log.jsonl", "checkpoints"
@@ -76,42 +75,9 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
         raise cannot_write(path, error) from error
 
 
-class LogReader:
-    """Reads a training's log as it grows.
-
-    Args:
-        folder: of the training.
-        begin: offset to start at, bytes.
-    """
-
-    def __init__(self, folder: Path, begin: int = 0) -> None:
-        self._folder, self._at, self._rest = folder, begin, b""
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Yields new complete lines. Lines that are not JSON objects, such as one that a full disk truncated, are
-        left out.
-
-        Raises:
-            OSError: the log exists but cannot be read.
-        """
-        try:
-            with open_inside(self._folder, LOG) as file:
-                file.seek(self._at)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        self._at += len(data)
-        *complete, self._rest = (self._rest + data).split(b"\n")
-        for line in complete:
-            with suppress(Malformed):
-                record = parse_json(line)
-                if isinstance(record, dict):
-                    yield record
-
-
 def highest_step(folder: Path) -> int:
     """Returns the highest step in the end of the log; 0 if there is none."""
-    reader = LogReader(folder, max(0, log_size(folder) - _END))
+    reader = JsonLines(folder, LOG, max(0, log_size(folder) - _END))
     steps = (line.get("step") for line in reader.lines() if line.get("kind") in ("step", "evaluation"))
     return max((step for step in steps if isinstance(step, int)), default=0)
 

@@ -15,6 +15,7 @@ from typing import Any
 from ..base.device import detect, usable_cores
 from ..base.errors import RedlineError, RunnerError, StudyError, TrainingFailed, UsageError
 from ..base.lock import FolderLock
+from ..base.reading import JsonLines
 from ..base.writing import free_mib, make_folder
 from ..knobs.strategy import Strategy
 from ..knobs.text import config_text
@@ -28,10 +29,10 @@ from ..results.names import fresh_folder
 from ..results.trained import (
     CHECKPOINTS,
     DATA,
+    LOG,
     LOGS,
     OUT_OF_MEMORY,
     STOP,
-    LogReader,
     holds_training,
     log_size,
     read_document,
@@ -431,7 +432,7 @@ class Driver:
         numbers = [int(log.stem) for log in (self.path / LOGS).glob("*.log") if log.stem.isdigit()]
         log = self.path / LOGS / f"{1 + max(numbers, default=-1)}.log"
         log.parent.mkdir(exist_ok=True)
-        reader = LogReader(self.path, log_size(self.path))
+        reader = JsonLines(self.path, LOG, log_size(self.path))
         trial_request = TrialRequest(config=self.strategy.config, number=int(log.stem), log=log.absolute())
         with ThreadPoolExecutor(1, thread_name_prefix="ranks") as pool, _closed_on_error(runner):
             future = pool.submit(runner.run, trial_request)
@@ -454,7 +455,7 @@ class Driver:
         else:
             self.listener.on_message("saving a checkpoint and ending; Ctrl-C again ends at once, without a checkpoint")
 
-    def _follow(self, future: "Future[Measurement]", reader: LogReader) -> None:
+    def _follow(self, future: "Future[Measurement]", reader: JsonLines) -> None:
         over, full = False, False
         while not over:
             over = future.done()

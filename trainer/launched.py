@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from ..base.device import usable_cores
 from ..base.errors import RedlineError, UsageError
+from ..base.reading import JsonLines
 from ..base.writing import write_atomic
-from ..results.trained import OUT_OF_MEMORY, LogReader, log_size
+from ..results.trained import LOG, OUT_OF_MEMORY, log_size
 from ..runners.trial import failure
 from ..runners.trial.memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 from ..runners.trial.rank import RankContext
@@ -60,7 +61,7 @@ def train_rank(request: TrainRequest, place: RankPlace, listener: TrainListener)
         )
         if request.limit_mib is not None:
             meter.limit(request.limit_mib)
-        reader = LogReader(program.folder, log_size(program.folder))
+        reader = JsonLines(program.folder, LOG, log_size(program.folder))
         following = replace(program, on_line=lambda: _follow(reader, listeners[0])) if place.rank == 0 else program
         try:
             end = following(context)
@@ -103,6 +104,6 @@ def _decide(
     return [driver.program()]
 
 
-def _follow(reader: LogReader, listener: TrainListener) -> None:
+def _follow(reader: JsonLines, listener: TrainListener) -> None:
     for line in reader.lines():
         listener.on_line(line)

@@ -77,11 +77,6 @@ def _check_honoured(request: Request, task: Task) -> None:
             )
     if task.own is not None:
         return
-    if task.command is not None and task.command.shares_metric_file and at_once > 1:
-        raise UsageError(
-            f"{at_once} trials at once would write to the same metric_file, and read each other's numbers: put {{trial_dir}} "
-            "into its path, or leave --concurrency out"
-        )
     if "measure_time" in requested_options and task.command is None:
         raise UsageError(
             "--measure-time is for a workload or a command, whose steps are timed; a callable measures itself"

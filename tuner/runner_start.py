@@ -145,8 +145,7 @@ class RunnerStart:
     def _started(self, work: Work, ray: dict[str, Any] | None = None) -> DryRunner:
         """Starts the runner of the task's trials, which may take some time until it is ready."""
         request, task = self._request, self._task
-        shares = task.command is not None and task.command.shares_metric_file
-        at_once = 1 if shares else request.concurrency
+        at_once = request.concurrency
         ranks = 1 if task.emulated else task.devices
         terms = TrialTerms(
             device=task.device,

@@ -34,11 +34,9 @@ class Command:
         render: files that it reads, written into `{trial_dir}` for every trial: `FILE`, a YAML, JSON, TOML or INI file
             with `{...}` in its values, or `FILE:PATH=VALUE`, such as `ds.json:zero_optimization.stage={zero}`.
         metric: metrics to read from its output: a regular expression with a named group, such as
-            `speed: (?P<tokens_per_second>[\\d.]+)`, or a name in JSON lines, in `metric_file` or reported by
-            `redline.report`; `METRIC=NAME` to rename it, such as `tokens_per_second=perf/tps`. By default the output of
-            known frameworks, including the steps of a progress bar. The first one is the objective.
-        metric_file: a file of JSON lines or CSV that it appends to, besides its output. May contain `{...}`:
-            `{trial_dir}/log.jsonl`.
+            `speed: (?P<tokens_per_second>[\\d.]+)`, or a name in JSON lines or reported by
+            `redline.report`; `METRIC=NAME` to rename it, such as `tokens_per_second=perf/tps`. The first one is the
+            objective.
         direction: `max` or `min`, for a metric that is neither a throughput nor a step time. Such a metric counts with
             its last value when the command ends; the others as soon as they are steady.
         samples: samples per step, such as `{micro_batch * grad_accum}`, if step times are reported; by default the
@@ -78,7 +76,6 @@ class Command:
             many=True,
         ),
     ] = ()
-    metric_file: Annotated[str | None, Option("JSON lines or CSV that it appends to.", sent=True, in_file=True)] = None
     direction: Annotated[
         str | None, Option("max or min, for a metric that is not a throughput.", sent=True, in_file=True)
     ] = None

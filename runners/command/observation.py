@@ -5,7 +5,6 @@ steps; n_i are its samples over all ranks. The speed is sum(n_i) / sum(t_i) over
 interval is that of the mean over blocks of successive steps (batch means), so that stalls that recur widen it.
 """
 
-import json
 import math
 import statistics
 from collections import Counter
@@ -15,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ...base.reading import JsonLines
 from ..trial import failure
 from ..trial.timing import TimingPlan
 
@@ -112,8 +112,9 @@ class ObservedProcess:
     """Why the observer itself failed; None if it did not."""
     compiling: bool = False
     """True while torch.compile runs in it."""
-    _offset: int = 0
-    _incomplete: bytes = b""
+
+    def __post_init__(self) -> None:
+        self._written = JsonLines(self.path.parent, self.path.name)
 
     @property
     def rank(self) -> int:
@@ -127,14 +128,7 @@ class ObservedProcess:
 
     def read(self) -> None:
         """Reads the lines written since the last call."""
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        self._offset += len(data)
-        # The process may be in the middle of writing its last line.
-        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
-        for line in lines:
-            document = json.loads(line)
+        for document in self._written.lines():
             self.facts |= document.get("facts", {})
             fields = self.facts.get("fields", ())
             self.rows += [Step(**dict(zip(fields, row, strict=True))) for row in document.get("steps", ())]

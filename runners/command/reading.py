@@ -1,25 +1,19 @@
-"""Numbers that a command reports while it runs: in its output, in files it writes, and by `redline.report`."""
+"""Numbers that a command reports while it runs, in its output and by `redline.report`."""
 
-import csv
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from ...base.errors import UsageError
-from ...base.reporting import TIME
 from .objective import BESIDE, PREFERRED
 from .suggestion import NOT_TRAINING
 
 LONGEST_LINE = 64 * 1024
 """Longest part of a line that is read, bytes."""
 RANKS_APART = 4
-"""Number of steps by which ranks that each show a progress bar may differ. A bar that falls to less than half has
-restarted.
-"""
+"""Number of steps by which ranks that each report their steps may differ. A number that falls to less than half has restarted."""
 NEAR_S = 0.005
 """Shortest interval between two times by which a step is timed, s. On a busy machine a line may be read that much late."""
 _NUMBER = re.compile(
@@ -39,13 +33,6 @@ _SPLIT = re.compile(rb"[\r\n]")
 _PATTERN_CHARACTERS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
 """Characters that regular expressions contain and names, such as `throughput(tps)`, do not."""
 
-_BAR = re.compile(
-    r"^\s*(?P<name>.*?)\b\d+%\|[^|]*\| *(?P<step>\d+)/\d+ \[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*"
-    r"(?:(?:it|step|iter|batch)/s|s/(?:it|step|iter|batch))"
-)
-"""A progress bar of tqdm, as `tqdm.format_meter` writes it."""
-_COUNTS_STEPS = re.compile(r"\b(?:epoch[ :=\[#]*\d|train|steps?\b|iter|fine-?tun|loss\b)", re.IGNORECASE)
-"""Names of bars that count training steps. A bar without a name may count anything, one over epochs counts epochs."""
 _LOSS = re.compile(
     r"(?<![\w/.])(?:lm[ _]|train[/_ ]?|reduced_train_)?loss(?: train)?['\"]?\s*[:=]\s*'?"
     r"(?P<loss>[-+]?\d[\d.]*(?:[eE][-+]?\d+)?|nan)\b",
@@ -70,7 +57,7 @@ class Lines:
 
     Args:
         patterns: regular expressions whose groups are named by metrics.
-        names: metrics by their names in JSON objects and files.
+        names: metrics by their names in JSON objects.
         requested: the requested metrics in order; empty for the usual ones.
     """
 
@@ -116,9 +103,8 @@ class Lines:
 class StepNumbers:
     """Measures step times by when step numbers are reported.
 
-    A progress bar is drawn several times per step, and by every rank. On a busy machine its lines arrive late and
-    together. A step is timed by the last of several numbers reported together, and never by two reported within
-    `NEAR_S`.
+    Several ranks may report a step. On a busy machine lines arrive late and together. A step is timed by the last of
+    several numbers reported together, and never by two reported within `NEAR_S`.
     """
 
     def __init__(self) -> None:
@@ -154,127 +140,19 @@ class StepNumbers:
         return seconds / steps * 1e3
 
 
-class Appended:
-    """Numbers in a growing file of JSON lines, or of CSV with a header. Existing contents belong to an earlier run.
-
-    Args:
-        path: need not exist yet.
-        names: metrics by their names in the file; other names are metrics of the same name.
-    """
-
-    def __init__(self, path: Path, names: Mapping[str, str] | None = None) -> None:
-        self.path = path
-        self._names = names or {}
-        self._offset, self._incomplete = 0, b""
-        self._header: list[str] | None = None
-        self._start = b""
-        """The first line, once it is complete."""
-        self._rows = 0
-        """Number of rows so far, without the header."""
-        self._repeated = 0
-        """Number of next rows that were read before the file was rewritten."""
-        self._earlier = _contents(path)
-
-    def read(self, now: float, *, ended: bool = False) -> list[Reported]:
-        """Returns the numbers appended since the last call, in order.
-
-        Args:
-            now: time of rows without one of their own, s.
-            ended: True if nothing more is appended, so that the last line may lack its end.
-        """
-        try:
-            with self.path.open("rb") as file:
-                if self._earlier is not None and not self._has_begun(file):
-                    return []
-                self._find_rewritten(file)
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(data)
-        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
-        if ended:
-            lines, self._incomplete = [*lines, self._incomplete], b""
-        reports = []
-        for line in lines:
-            values = self._row(line.decode("utf-8", "replace").strip())
-            reported_at = values.pop(TIME, now)
-            if values:
-                reports.append(Reported(values, reported_at))
-        return reports
-
-    def _has_begun(self, file: BinaryIO) -> bool:
-        """Returns True once this run has written to a file that existed before, and finds the place of its first line."""
-        assert self._earlier is not None
-        stamp, size, start = self._earlier
-        if _stamp(file) == stamp:
-            return False
-        # A longer file with the same beginning was appended to; any other was rewritten.
-        if os.fstat(file.fileno()).st_size > size and file.read(len(start)) == start:
-            self._offset = size
-            self._row(start.partition(b"\n")[0].decode("utf-8", "replace").strip())
-            file.seek(0)
-            self._rows = max(0, file.read(size).count(b"\n") - (self._header is not None))
-        self._earlier = None
-        return True
-
-    def _find_rewritten(self, file: BinaryIO) -> None:
-        """Starts at the beginning of a file that was rewritten, as Lightning's CSVLogger does for a new column. Its rows so
-        far are the same and do not count again.
-        """
-        file.seek(0)
-        start = file.readline(LONGEST_LINE)
-        if os.fstat(file.fileno()).st_size < self._offset or (self._start and start != self._start):
-            self._offset, self._incomplete, self._header, self._repeated, self._rows = 0, b"", None, self._rows, 0
-        self._start = start if start.endswith(b"\n") else b""
-
-    def _row(self, line: str) -> dict[str, float]:
-        if line.startswith("{"):
-            values = _json_numbers(line)
-        elif self.path.suffix != ".csv" or not line:
-            return {}
-        else:
-            cells = next(csv.reader([line]))
-            if self._header is None or _is_header(cells, self._header):
-                self._header = cells
-                return {}
-            named = zip(self._header, cells)
-            values = {name: value for name, cell in named if (value := number(cell)) is not None}
-        self._rows += 1
-        if self._repeated:
-            self._repeated -= 1
-            return {}
-        return renamed(values, self._names)
-
-
-def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
-    """True if all cells of a row are names, some of them in the present header."""
-    return all(cell.strip() and number(cell) is None for cell in cells) and not set(cells).isdisjoint(header)
-
-
-def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
-    """Returns values by metric, with names replaced by those in `names`, which take precedence."""
-    unrenamed = {name: value for name, value in values.items() if name not in names}
-    return {**unrenamed, **{names[name]: value for name, value in values.items() if name in names}}
-
-
 def _printed(line: str) -> dict[str, float]:
-    """Returns the metrics that are read without a request: the step of a progress bar over training steps, and a loss."""
-    values = {}
-    bar = _BAR.match(line)
-    if bar is not None and _COUNTS_STEPS.search(bar["name"]) and not NOT_TRAINING.search(bar["name"]):
-        values["step"] = float(bar["step"])
+    """Returns the loss in a line, which is read without a request."""
     loss = _LOSS.search(line)
-    if loss is not None and not NOT_TRAINING.search(line[: loss.start()]):
-        values["loss"] = float(loss["loss"])
-    return values
+    if loss is None or NOT_TRAINING.search(line[: loss.start()]):
+        return {}
+    return {"loss": float(loss["loss"])}
 
 
 def lines_for(metrics: Sequence[str]) -> Lines:
-    """Returns the reader of the requested metrics; without any, of progress bars over steps and of JSON lines.
+    """Returns the reader of the requested metrics; without any, of JSON lines.
 
     Args:
-        metrics: regular expressions with named groups, or names in JSON lines and CSV: `NAME`, or `METRIC=NAME`
+        metrics: regular expressions with named groups, or names in JSON lines: `NAME`, or `METRIC=NAME`
             to rename it. Otherwise a name is shortened to the part after the last slash if that is a known metric,
             such as `train/steps_per_second`.
 
@@ -319,20 +197,6 @@ def _pattern(expression: str) -> re.Pattern[str]:
     return pattern
 
 
-def _contents(path: Path) -> tuple[tuple[int, int], int, bytes] | None:
-    """Returns a file's stamp, size and beginning; None if it does not exist."""
-    try:
-        with path.open("rb") as file:
-            return _stamp(file), os.fstat(file.fileno()).st_size, file.read(LONGEST_LINE)
-    except (FileNotFoundError, IsADirectoryError):
-        return None
-
-
-def _stamp(file: BinaryIO) -> tuple[int, int]:
-    status = os.fstat(file.fileno())
-    return status.st_ino, status.st_mtime_ns
-
-
 def _text(line: bytes) -> str:
     """Decodes a line, without colours and the name of the rank that printed it."""
     return _RANK.sub("", _COLOURS.sub("", line.decode("utf-8", "replace")))
@@ -355,13 +219,16 @@ def number(text: str) -> float | None:
 
 
 def _json_numbers(line: str) -> dict[str, float]:
-    """Returns the numbers of a JSON object."""
+    """Returns the numbers of a JSON object; none of anything else."""
     try:
         document = json.loads(line)
     except ValueError:
         return {}
-    if not isinstance(document, dict):
-        return {}
+    return numbers_of(document) if isinstance(document, dict) else {}
+
+
+def numbers_of(document: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a mapping."""
     return {
         name: float(value)
         for name, value in document.items()

@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 
-from ...base.reporting import FILE
+from ...base.reading import JsonLines
+from ...base.reporting import FILE, TIME
 from ..host.process import builds_released, family
 from ..trial import failure
 from ..trial.memory import GpuMemory, Shortage
@@ -25,12 +26,12 @@ from ..trial.timing import Clock, Timing, TimingPlan, measure
 from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
 from .observation import FOLDER, OBSERVER, Observation, ObservedTraining, Speed
-from .reading import Appended, Lines, Reported, StepNumbers
+from .reading import Lines, Reported, StepNumbers, numbers_of
 from .suggestion import Suggestion, suggestion
 from .template import CommandLine, ShellLine
 
 CHECK_S = 0.25
-"""Interval between checks of memory and of growing files, s."""
+"""Interval between checks of memory and of reports, s."""
 OOM_DETAIL_S = 0.5
 """Time after the first line about an out-of-memory to wait for a line with the size of the allocation, s."""
 LINGER_S = 1.0
@@ -74,8 +75,6 @@ class RunTerms:
     cwd: str
     lines: Lines
     """Reads the output."""
-    metric_file: str | None
-    """A file to which it writes numbers."""
     objective: str | None
     """The objective; None for the first known metric that is reported."""
     smaller: bool
@@ -153,9 +152,7 @@ class Run(Clock):
         folder.mkdir(parents=True)
         self.report = folder / "report.json"
         self.observation = Observation(folder)
-        self._appended: list[Appended] = [Appended(self.report)]
-        if self.terms.metric_file is not None:
-            self._appended.append(Appended(Path(self.terms.cwd, self.terms.metric_file), self.terms.lines.names))
+        self._reports = JsonLines(folder, self.report.name)
         self.tail: deque[str] = deque(maxlen=SHOWN_LINES)
         """Its last lines."""
         self._steps = StepNumbers()
@@ -352,10 +349,12 @@ class Run(Clock):
         self.costs.append(self.objective.cost(value))
 
     def _watch(self, now: float, *, ended: bool) -> None:
-        """Checks growing files and memory."""
-        for file in self._appended:
-            for reported in file.read(now, ended=ended):
-                self._take(self._with_rates(reported) if file.path == self.report else reported)
+        """Checks reports and memory."""
+        for line in self._reports.lines():
+            values = numbers_of(line)
+            reported_at = values.pop(TIME, now)
+            if values:
+                self._take(self._with_rates(Reported(values, reported_at)))
         resident_mib = _resident_mib(self.process.pid)
         memory_mib = self._gpus.held_mib(resident_mib) if self._gpus else max(resident_mib.values(), default=0.0)
         if memory_mib > self.peak_mib:

@@ -115,7 +115,6 @@ class Commands(Work):
         self._environment = tuple(_variable(variable, knobs) for variable in command.env)
         self._files = read_files(command.render, knobs)
         self._samples = Template.read(command.samples, knobs, "samples") if command.samples else None
-        self._metric_file = Template.read(command.metric_file, knobs, "metric_file") if command.metric_file else None
         self._lines = lines_for(command.metric)
         self._objective = self._lines.objective
         self._smaller = smaller_is_better(self._objective, command.direction)
@@ -139,8 +138,6 @@ class Commands(Work):
                 "{global_batch} to it"
             )
         self._check_used()
-        if self._metric_file is not None:
-            self._check_metric_file(self._metric_file)
 
     def _samples_of(self, launcher: Launcher, command: Command) -> str | None:
         """Returns the samples per step as requested, or as given by the launcher's option.
@@ -172,11 +169,6 @@ class Commands(Work):
                     f"{{{knob.name}}} where its value belongs, or remove it from the space"
                 )
 
-    @property
-    def shares_metric_file(self) -> bool:
-        """True if trials at the same time would write to the same `metric_file`."""
-        return self._metric_file is not None and not self._metric_file.names & {"trial_dir", "trial"}
-
     def check_program(self) -> None:
         """Checks that the program and the script that it is started with exist.
 
@@ -206,15 +198,6 @@ class Commands(Work):
             if program != "torchrun" and not word_text.startswith("-"):
                 return None  # the value of an option, or a script with another ending
         return None
-
-    def _check_metric_file(self, metric_file: Template) -> None:
-        """Refuses a folder, such as that of TensorBoard's events."""
-        path = Path(metric_file.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))
-        if not path.suffix or "tfevents" in path.name:
-            raise UsageError(
-                f"metric_file is a file of JSON lines or CSV, such as {{trial_dir}}/log.jsonl, but got '{path}'; events of "
-                "TensorBoard are not read: a training with PyTorch is observed without them, any other can call redline.report"
-            )
 
     def trial_values(self, number: int, folder: Path) -> dict[str, Any]:
         """Returns the values of `PLACEHOLDERS` on one host; with several, those that are the same on each."""
@@ -294,7 +277,6 @@ class Commands(Work):
             folder=str(folder),
             cwd=os.getcwd(),
             lines=self._lines,
-            metric_file=self._metric_file.text(values) if self._metric_file else None,
             objective=self._objective,
             smaller=self._smaller,
             samples_per_step=self._samples_per_step(values),

@@ -146,10 +146,7 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
             "simulate was removed: `redline estimate -o plan.yaml` predicts",
         ),
         (["--command-file", "render.yaml"], "x.yaml, cannot be read"),
-        (
-            ["--command-file", "shared.yaml", "--concurrency", "2"],
-            "would write to the same metric_file, and read each other's numbers: put {trial_dir}",
-        ),
+        (["--command", "true", "--metric-file", "log.csv"], "--metric-file was removed: print the numbers"),
         (["--command", "true", "--env", "A=1"], "--env was removed: write NAME=VALUE before the command's program"),
         (["--command-file", "none.yaml"], "none.yaml cannot be read"),
         (["--command-file", "odd.yaml"], "unknown field 'comand'; did you mean 'command'?"),
@@ -160,7 +157,6 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
 def test_options_that_do_not_apply_to_a_command_are_refused_at_once(checkout, capsys, arguments, says):
     Path("odd.yaml").write_text("command: a\ncomand: b\n")
     Path("render.yaml").write_text("command: 'true {micro_batch} {mode}'\nrender: x.yaml\n")
-    Path("shared.yaml").write_text("command: 'true {micro_batch} {mode}'\nmetric_file: log.csv\nmetric: x\n")
     code, _, err = run(capsys, "tune", *arguments, *(["--space", "knobs.yaml"] if "gpt2-tiny" not in arguments else []))
     assert code == 2 and says in err
     assert not Path("runs").exists()

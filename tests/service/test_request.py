@@ -62,15 +62,11 @@ def test_a_hub_id_is_asked_of_the_hub_though_a_folder_here_has_its_name(evil):
 
 
 def test_files_that_a_command_names_are_not_read_by_a_searcher(evil):
-    """`conf.yaml` names a model for an estimate, and the metric file is a folder that could contain TensorBoard's
-    events."""
+    """`conf.yaml` names a model for an estimate."""
     task = resolved({"command": {"command": "echo conf.yaml {x}"}, "override": X}, evil)
     assert task.workload is None
     known = resolved({"command": {"command": "echo --model gpt2-tiny {x}"}, "override": X}, evil)
     assert known.workload.name == "gpt2-tiny"
-    command = {"command": "echo {x}", "metric_file": "events.csv", "metric": ["speed"]}
-    (evil / "events").rename(evil / "events.csv")
-    assert resolved({"command": command, "override": X}, evil).command is not None
     with pytest.raises(UsageError, match="cannot be sent"):
         arguments({"command": {"command": "echo {x}", "render": ["conf.yaml"]}}, evil)["target"].__class__(
             command="echo", render=("conf.yaml",)

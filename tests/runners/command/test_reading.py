@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 import shlex
 
 import pytest
 from redline.base.errors import UsageError
 from redline.runners.command.objective import Objective, Requirement, smaller_is_better, usable
-from redline.runners.command.reading import Appended, StepNumbers, lines_for, number
+from redline.runners.command.reading import StepNumbers, lines_for, number
 from redline.runners.command.suggestion import suggestion
 from tqdm import tqdm
 
@@ -36,11 +35,8 @@ def bar(name, unit="it", step=3, total=10):
     [
         (MEGATRON, {"loss": 10.64}),
         (NANOTRON, {"loss": 10.9}),
-        (bar("Epoch 0"), {"step": 3.0}),
-        (bar("Epoch 1/5"), {"step": 3.0}),
-        (bar("Training"), {"step": 3.0}),
-        (bar("Training", "step"), {"step": 3.0}),
-        (bar("1|12|Loss: 2.301"), {"step": 3.0, "loss": 2.301}),
+        (bar("Epoch 0"), {}),
+        (bar("1|12|Loss: 2.301"), {"loss": 2.301}),
         ("{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.01}", {"loss": 5.1234}),
         ("{'eval_loss': 5.1234, 'epoch': 0.01}", {}),
         ("iter 10: val loss: 3.2", {}),
@@ -48,32 +44,8 @@ def bar(name, unit="it", step=3, total=10):
         ("step 4 of the installation: 3 of 7 done", {}),
     ],
 )
-def test_what_usually_contains_steps_and_losses_is_read(line, expected):
+def test_losses_are_read_and_bars_are_not(line, expected):
     assert lines_for(()).read(line) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        bar(""),
-        bar("train: Scanning /data/labels... 64 images, 0 backgrounds"),
-        bar("train: Caching images (0.1GB ram)"),
-        bar("Tokenizing train set"),
-        bar("Running tokenizer on train dataset", " examples"),
-        bar("Loading training data"),
-        bar("Loading pipeline steps"),
-        bar("Extracting features (train)"),
-        bar("Evaluating"),
-        bar("Validation epoch 1"),
-        bar("Eval step"),
-        bar("Sanity Checking DataLoader 0"),
-        bar("Epochs"),
-        bar("Epoch 1/5", "img"),
-        bar("Epoch 1", step=10, total=10).replace("00:01<00:00, ", "00:00<?, ?"),
-    ],
-)
-def test_a_bar_that_may_count_anything_else_than_steps_is_not_read(line):
-    assert "step" not in lines_for(()).read(line), line
 
 
 def test_colours_are_no_part_of_a_line():
@@ -190,46 +162,6 @@ def test_steps_are_timed_by_the_arrival_of_their_lines(lines, expected):
     assert [each for each in times if each] == pytest.approx(expected)
 
 
-def test_files_that_grow_are_read_from_where_they_were_left(tmp_path):
-    rows, objects = Appended(tmp_path / "log.csv", {"speed (it/s)": "speed"}), Appended(tmp_path / "log.jsonl")
-    assert rows.read(1.0) == [] == objects.read(1.0)
-    (tmp_path / "log.csv").write_text("step,speed (it/s)\n1,10.5\n2,")
-    (reported,) = rows.read(2.0)
-    assert (reported.values, reported.at) == ({"step": 1.0, "speed": 10.5}, 2.0)
-    with (tmp_path / "log.csv").open("a") as file:
-        file.write("11\nx,x\n4,12\n")
-    assert [each.values.get("speed") for each in rows.read(3.0)] == [11.0, 12.0]
-    (tmp_path / "log.jsonl").write_text('{"a": 1, "b": true, "c": "x"}\nnot json\n[1]\n{"time_s": 7.5, "a": 2}\n')
-    assert [(each.values, each.at) for each in objects.read(4.0)] == [({"a": 1.0}, 4.0), ({"a": 2.0}, 7.5)]
-
-
-def test_a_csv_that_is_rewritten_with_another_header_is_read_by_that(tmp_path):
-    """Lightning's CSVLogger writes the whole file again when a metric is logged for the first time."""
-    path = tmp_path / "metrics.csv"
-    rows = Appended(path)
-    path.write_text("loss,step\n2.5,0\n2.4,1\n")
-    assert [each.values for each in rows.read(1.0)] == [{"loss": 2.5, "step": 0.0}, {"loss": 2.4, "step": 1.0}]
-    path.write_text("loss,speed,step\n2.5,,0\n2.4,,1\n2.3,40,2\n")
-    assert [each.values for each in rows.read(2.0)] == [{"loss": 2.3, "speed": 40.0, "step": 2.0}]
-    with path.open("a") as file:
-        file.write("2.2,41,3\n")
-    assert [each.values["speed"] for each in rows.read(3.0)] == [41.0]
-    # It is caught while it is written again.
-    path.write_text("")
-    assert rows.read(4.0) == []
-    path.write_text("step,loss\n0,2.5\n1,2.4\n")
-    assert rows.read(5.0) == []
-    path.write_text("step,loss\n0,2.5\n1,2.4\n2,2.3\n3,2.2\n4,2.1\n")
-    assert [each.values for each in rows.read(6.0)] == [{"step": 4.0, "loss": 2.1}]
-
-
-def test_a_header_in_the_middle_of_a_csv_replaces_the_first(tmp_path):
-    path = tmp_path / "log.csv"
-    rows = Appended(path)
-    path.write_text("step,speed\n1,10\nstep,loss,speed\n2,0.5,11\n")
-    assert [each.values["speed"] for each in rows.read(1.0)] == [10.0, 11.0]
-
-
 @pytest.mark.parametrize(
     ("printed", "line"),
     [
@@ -243,35 +175,6 @@ def test_a_header_in_the_middle_of_a_csv_replaces_the_first(tmp_path):
 )
 def test_the_name_of_a_rank_is_not_part_of_its_lines(printed, line):
     assert list(lines_for([]).feed(f"{printed}\n".encode())) == [line]
-
-
-def test_a_last_line_without_an_end_counts_once_nothing_is_appended_any_more(tmp_path):
-    objects = Appended(tmp_path / "result.json")
-    (tmp_path / "result.json").write_text('{"a": 1}')
-    assert objects.read(1.0) == []
-    assert [each.values for each in objects.read(2.0, ended=True)] == [{"a": 1.0}] and objects.read(
-        3.0, ended=True
-    ) == []
-
-
-@pytest.mark.parametrize(
-    ("before", "mode", "more", "expected"),
-    [
-        ("a,b\n1,2\n", "a", "3,4\n", [3.0]),
-        ("a,b\n1,2\n", "w", "a,b\n1,2\n", [1.0]),
-        ("a,b\n1,2\n", "w", "b,a\n5,6\n7,8\n", [6.0, 8.0]),
-        ("a,b\n1,2\n", "w", "a\n5\n", [5.0]),
-    ],
-)
-def test_an_earlier_run_s_lines_are_ignored(tmp_path, before, mode, more, expected):
-    path = tmp_path / "log.csv"
-    path.write_text(before)
-    os.utime(path, ns=(0, 0))
-    rows = Appended(path)
-    assert rows.read(1.0) == []
-    with path.open(mode) as file:
-        file.write(more)
-    assert [each.values["a"] for each in rows.read(2.0)] == expected
 
 
 @pytest.mark.parametrize(
