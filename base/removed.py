@@ -43,6 +43,8 @@ _TUNE = {
     "--env": "write NAME=VALUE before the command's program, or `env` beside `command` into a --command-file",
     "--headroom": _HEADROOM,
     "--ranks": _RANKS,
+    "--soak": "leave it out: `redline train` continues in a safer configuration if memory runs out; other trainers need the "
+    "free memory that --memory-limit leaves",
     "--emulate-first": "the estimate sets aside what cannot fit; `--runner emulate` measures memory on one device",
     "--memory-only": "--runner emulate predicts the time if --hardware is not this machine's, and measures memory alone",
     "--from": "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",

@@ -36,7 +36,6 @@ Examples:
   redline tune --out runs/gpt2 --resume
   redline tune gpt2-tiny --log-to tensorboard
   redline tune gpt2 --memory-limit 4GiB --layerwise
-  redline tune llama-tiny --soak
   redline tune --command "python train.py --batch-size {{micro_batch}}" --space knobs.yaml
 
 \b

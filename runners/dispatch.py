@@ -80,7 +80,6 @@ class DryRuns(Work):
             else terms.plan,
             best_throughput=request.best_throughput,
             seed=terms.seed,
-            soak=request.soak,
         )
         return Job(
             program=cloudpickle.dumps(program),
@@ -90,8 +89,7 @@ class DryRuns(Work):
             threads=terms.threads,
             memory_limit_mib=terms.memory_limit_mib,
             timeout_s=timeout_s,
-            compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S)
-            + (request.soak.compile_timeout_s if request.soak is not None else 0.0),
+            compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S),
             log=str(request.log) if request.log else None,
         )
 
@@ -137,8 +135,6 @@ class DryRuns(Work):
             probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss
         )
         notes = [mismatch or slowest.note]
-        if slowest.soak is not None and not mismatch:
-            notes.append(f"soaked for {slowest.soak.summary}")
         if request.reference is not None and not mismatch:
             notes.append(numerics_check.why_incomparable(probe, request.reference))
         if slowest.seconds_settle and not mismatch:

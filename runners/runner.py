@@ -9,7 +9,6 @@ from ..base.device import Device
 from ..results import Measurement
 from ..results.probe import Probe
 from ..space import Config
-from .trial.soak import SoakPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +35,6 @@ class TrialRequest:
     """Best throughput so far, in the workload's unit. A clearly slower candidate stops early."""
     reference: Reference | None = None
     """Results to reproduce; None for the trial that defines them."""
-    soak: SoakPlan | None = None
-    """The soak of the candidate after the measurement; None for none."""
     sustained: bool = False
     """True if it may win, so that a GPU must be measured at the clocks that it sustains."""
 

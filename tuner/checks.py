@@ -61,13 +61,6 @@ def _check_honoured(request: Request, task: Task) -> None:
         raise UsageError(
             "--hardware names GPUs, but this machine has none to run trials on: `redline estimate` predicts them"
         )
-    if request.soak and task.emulated:
-        raise UsageError("--soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
-    if request.soak and task.own is None:
-        raise UsageError(
-            "--soak trains a workload's winner on batches of varied lengths; it cannot be used with a command or a "
-            "callable, which has its own"
-        )
     if request.direction is not None:
         if request.direction not in DIRECTIONS:
             raise UsageError(unknown("direction", request.direction, DIRECTIONS))

@@ -1,4 +1,4 @@
-"""Measures the leaders again in rounds, and soaks the winner.
+"""Measures the leaders again in rounds.
 
 The logarithms of throughput of contender i in round r are compared by the model:
 
@@ -23,48 +23,8 @@ from ..results.again import Z95
 from ..results.columns import speed
 from ..results.measurement import DEFAULT
 from ..results.summary import EQUAL
-from ..runners.trial.soak import SoakPlan
 from .budget import Stopwatch
 from .listener import SearchListener
-
-
-@dataclass(frozen=True, kw_only=True)
-class Soaking:
-    """Soaks the winner. If it fails, soaks the next best trial, until one succeeds."""
-
-    run_folder: RunFolder
-    plan: SoakPlan
-    measure: Callable[[Trial, SoakPlan], Measurement]
-    """Dry-runs and soaks a trial's configuration."""
-    say: Callable[[str], None]
-    """Receives a message about the outcome of each soak."""
-    watch: Stopwatch
-
-    def expected_s(self, typical_s: float) -> float:
-        """Expected time of a soak of the winner, s."""
-        winner = summary.best(self.run_folder.trials())
-        step_ms = None if winner is None else winner.measured.step_ms
-        return 0.0 if step_ms is None else typical_s + (self.plan.steps + 2) * step_ms / 1e3
-
-    def run(self) -> None:
-        """Runs the soaks. A trial that fails its soak gets the status of the soak and is no longer a leader."""
-        while (winner := summary.best(self.run_folder.trials())) is not None:
-            if self.watch.left <= 0:
-                self.say(f"the time was up before the leader, trial {winner.number}, was soaked")
-                return
-            soaked = self.measure(winner, self.plan)
-            if soaked.ok:
-                self.say(f"trial {winner.number} succeeded: {soaked.reason}{_memory(soaked, winner)}")
-                return
-            failed = replace(soaked, reason=f"in its soak: {soaked.reason or soaked.status}")
-            self.run_folder.remeasure(winner.number, winner.remeasured, failed)
-            self.say(f"trial {winner.number} led, but failed: {soaked.status} {failed.reason}")
-
-
-def _memory(soaked: Measurement, winner: Trial) -> str:
-    now, before = soaked.peak_memory_mib, winner.measured.peak_memory_mib
-    return f"; {now:,.0f} MiB at its peak, {before:,.0f} MiB before" if now and before else ""
-
 
 LEADERS, LEADER_WITHIN = 3, 0.85
 """Number of contenders at first, apart from the default configuration, and their least share of the best throughput."""

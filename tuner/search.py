@@ -15,10 +15,9 @@ from ..results.measurement import DEFAULT, FALLBACK, REFINEMENT, USER
 from ..results.summary import best_so_far
 from ..runners import Runner, TrialRequest
 from ..runners.trial.failure import NO_METRIC
-from ..runners.trial.soak import SoakPlan
 from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
-from .confirm import Confirmation, Soaking
+from .confirm import Confirmation
 from .feasibility import OutOfMemoryKnowledge
 from .history import History
 from .listener import SearchListener
@@ -62,7 +61,7 @@ class Refinement:
 
 @dataclass
 class Search:
-    """One search over a run's folder. Call `run`, then `refine` if requested, then `confirm`, then `soak`."""
+    """One search over a run's folder. Call `run`, then `refine` if requested, then `confirm`."""
 
     run_folder: RunFolder
     sampler: Sampler
@@ -86,7 +85,6 @@ class Search:
     """
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None if unknown."""
-    soak_plan: SoakPlan | None = None
     watch: Stopwatch | None = None
     """Remaining time of `budget.seconds`; by default it starts now.
 
@@ -344,8 +342,6 @@ class Search:
             return False
         typical = self._typical_seconds(trials)
         again = 0.0 if not self.runner.confirms else self._confirmation().seconds
-        if self.soak_plan is not None:
-            again += self._soaking(self.soak_plan, self.listener.on_message).expected_s(typical)
         return self._watch.left < typical + min(again, CONFIRM_SHARE * self.budget.seconds)
 
     def _typical_seconds(self, trials: list[Trial]) -> float:
@@ -410,30 +406,6 @@ class Search:
             self._watch,
             settle_s=self.runner.settle_s,
         )
-
-    def soak(self, say: Callable[[str], None]) -> None:
-        """Soaks the winner before it is named (see `Soaking`), if requested."""
-        if self.soak_plan is None:
-            return
-        try:
-            self._soaking(self.soak_plan, say).run()
-        except BaseException as cause:
-            self._close(cause)
-            raise
-
-    def _soaking(self, plan: SoakPlan, say: Callable[[str], None]) -> Soaking:
-        return Soaking(run_folder=self.run_folder, plan=plan, measure=self._soak, say=say, watch=self._watch)
-
-    def _soak(self, trial: Trial, plan: SoakPlan) -> Measurement:
-        self.listener.on_wait(f"soaking trial {trial.number}")
-        timeout_s, step_ms = self.trial_timeout_s, trial.measured.step_ms or 0.0
-        request = replace(
-            self._request(replace(trial, measurement=None), free=True),
-            log=self.run_folder.log_path(trial.number).with_suffix(".soak.log"),
-            timeout_s=None if timeout_s is None else timeout_s + plan.seconds(step_ms),
-            soak=replace(plan, compiling_s=trial.measured.seconds_compile or 0.0),
-        )
-        return self._attempt(trial, request)
 
     def _measure_again(self, trial: Trial) -> Measurement:
         return self._try(replace(trial, measurement=None), free=True)

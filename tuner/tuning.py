@@ -13,7 +13,6 @@ from ..knobs.strategy import BLOCK_KNOBS
 from ..results import RunFolder, Trial, summary
 from ..runners.command.comparison import without_effect
 from ..runners.command.work import Commands
-from ..runners.trial.soak import SoakPlan
 from ..space import Config
 from .budget import Stopwatch
 from .feasibility import HEADROOM, tight_winner
@@ -122,7 +121,6 @@ def _search(
                 user_code_errors=user_code,
                 peak_rate=peak_rate(setup.estimator) if setup.estimator is not None else None,
                 watch=watch,
-                soak_plan=SoakPlan() if request.soak else None,
             )
             messages.listener.on_start(plan_of(request, task, folder, runner, default=setup.initial.config))
             search.run()
@@ -133,7 +131,6 @@ def _search(
                 search.confirm()
             finally:
                 messages.again_s = search.again_s
-            search.soak(messages.warn)
     except KeyboardInterrupt as interrupt:
         return "interrupted", interrupt
     except RunnerError as lost:

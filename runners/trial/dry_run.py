@@ -13,7 +13,6 @@ from ...training.probe import ProbePart, take
 from .compiling import Compilation
 from .gpu_watch import GpuWatch
 from .rank import RankContext
-from .soak import SoakPlan, SoakReport, soak
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class DryRunReport:
     loss: float
     """Mean loss of the first step."""
     last_loss: float
-    """Loss of the last step, including those of a soak."""
+    """Loss of the last step."""
     probe: ProbePart
     """This rank's part of the probe, for the comparison with the reference."""
     first: StepPart | None
@@ -70,8 +69,6 @@ class DryRunReport:
     """Why the measurement was cut short; None if it was not."""
     dropped: tuple[int, int] | None = None
     """Rows that experts dropped in training, and those that were routed; None without a capacity."""
-    soak: SoakReport | None = None
-    """Result of the soak; None without one."""
 
 
 class _Steps:
@@ -108,8 +105,6 @@ class DryRun:
     """Best throughput so far, in the workload's unit, to stop slow candidates early."""
     seed: int = 0
     """Seed of weights and data."""
-    soak: SoakPlan | None = None
-    """The soak after the measurement; None for none."""
 
     def __call__(self, context: RankContext) -> DryRunReport:
         from ...schedule.parallel.experts import dropped_rows
@@ -136,7 +131,7 @@ class DryRun:
         timing = measure(
             steps if gpu is None else gpu.sampling(steps),
             clock,
-            self.plan if self.soak is None else self.soak.measuring(self.plan),
+            self.plan,
             best_step_ms=self._best_step_ms(training),
             agree=agree,
             mean=mean,
@@ -144,7 +139,6 @@ class DryRun:
             settled=compilation.settled,
             measuring=gpu.restart if gpu is not None else lambda: None,
         )
-        soaked = self._soaked(training, context, compilation)
         return DryRunReport(
             step_ms=timing.step_ms,
             spread_ms=timing.spread_ms,
@@ -153,7 +147,7 @@ class DryRun:
             tokens_per_step=training.tokens_per_step,
             flops_per_step=training.flops_per_step(),
             loss=float(steps.first_loss),
-            last_loss=float(steps.last_loss) if soaked is None else soaked.loss,
+            last_loss=float(steps.last_loss),
             probe=probe,
             first=steps.first_values,
             seconds_build=seconds_build,
@@ -170,7 +164,6 @@ class DryRun:
             allocation_retries=context.memory.allocation_retries() - retries_so_far,
             note=timing.stopped_early,
             dropped=dropped_rows(training.model),
-            soak=soaked,
         )
 
     def _built(self, context: RankContext) -> Training:
@@ -197,16 +190,6 @@ class DryRun:
 
     def _join(self, context: RankContext) -> None:
         join(context)
-
-    def _soaked(self, training: Training, context: RankContext, compilation: Compilation) -> SoakReport | None:
-        if self.soak is None:
-            return None
-        context.phase("soak")
-        if training.compiled:
-            compilation.expected()  # for new shapes
-        report = soak(training, self.soak, self.seed, lambda: compilation.seconds)
-        compilation.settled()
-        return report
 
     def _best_step_ms(self, training: Training) -> float | None:
         if not self.best_throughput:

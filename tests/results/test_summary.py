@@ -109,15 +109,15 @@ def test_the_reason_for_a_missing_winner_is_given(trials, reason):
 
 
 def failed_again(number, log):
-    failure = Measurement(status=Status.OOM, reason="in its soak: full", log=log)
+    failure = Measurement(status=Status.OOM, reason="when measured again: full", log=log)
     return judged(trial(number, 5.0, log=f"logs/{number}.log"), (), failure)
 
 
 def test_logs_of_failed_remeasurements_are_named():
-    again, soaked = failed_again(0, "logs/0.again.log"), failed_again(1, "logs/1.soak.log")
+    again, other = failed_again(0, "logs/0.again.log"), failed_again(1, "logs/1.again.log")
     message = "every trial that succeeded failed when it was measured again"
-    assert summary.why_nothing([soaked, trial(2)]) == f"{message}; logs/1.soak.log has the details"
-    assert summary.why_nothing([again, soaked]) == f"{message}; logs/0.again.log and logs/1.soak.log have the details"
+    assert summary.why_nothing([other, trial(2)]) == f"{message}; logs/1.again.log has the details"
+    assert summary.why_nothing([again, other]) == f"{message}; logs/0.again.log and logs/1.again.log have the details"
     assert summary.why_nothing([judged(trial(0, 5.0), (), Measurement(status=Status.OOM))]) == message
 
 

@@ -8,7 +8,6 @@ import pytest
 import redline as rl
 import yaml
 from command_line import run
-from redline.base.errors import UsageError
 from redline.frameworks.launcher import without_torchrun
 from redline.tuner.emulating import communicated
 
@@ -60,11 +59,6 @@ def test_a_whole_search_is_emulated_and_says_so_wherever_it_is_shown(finished, c
     assert code == 0 and "emulated" in text and "h100-80gb" in text
     code, text, _ = run(capsys, "export", out, "--to", "torchtitan")
     assert code == 0 and "emulated" in text
-
-
-def test_a_soak_of_emulated_trials_is_refused():
-    with pytest.raises(UsageError, match="no part in emulated trials"):
-        rl.tune("gpt2-tiny", devices=2, trials=1, global_batch=32, runner="emulate", soak=True)
 
 
 def test_torchrun_is_taken_out_of_a_command_and_nothing_else():

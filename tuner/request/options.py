@@ -61,8 +61,6 @@ class SearchRequest:
         warm_start: folders of earlier runs, of this or another workload, to learn from.
         layerwise: at the end, refine the winner block by block according to predictions and try it in a further trial,
             which wins if it is measured faster.
-        soak: before the winner of a workload is named, train with it on the worst-length batch and for 200 steps of
-            varied lengths. If it runs out of memory or fails otherwise, the next best is soaked, until one succeeds.
         seed: seed of weights, data and proposals.
     """
 
@@ -120,7 +118,6 @@ class SearchRequest:
         Option("An earlier run to learn from; repeatable.", metavar="RUN", many=True),
     ] = ()
     layerwise: Annotated[bool, Option("Refine the winner block by block, and try that beside it.", sent=True)] = False
-    soak: Annotated[bool, Option("Run the winner for 200 steps of varied lengths before naming it.", sent=True)] = False
     seed: Annotated[
         int, Option("Seed of weights, data and proposals.", type=int, least=0, sent=True, sent_most=1 << 53)
     ] = 0

@@ -69,7 +69,6 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         "runner": request.runs_on,
         "trial_timeout_s": request.timeout_s,
         **({"emulated": True} if task.emulated else {}),
-        **({"soak": True} if request.soak else {}),
         **({"lossy": task.lossy} if task.lossy else {}),
         **({"request": again} if (again := _request_to_repeat(request, task)) else {}),
     }
@@ -198,7 +197,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, trials: 
         for name in dict.fromkeys((*chosen, *BLOCK_KNOBS)):
             if name in winner.config:
                 command += ["--fix", f"{name}={exact_text(winner.config[name])}"]
-        command += ["--trials", "1", *(["--soak"] if request.soak else [])]
+        command += ["--trials", "1"]
     return [*command, "--seed", str(request.seed)]
 
 
