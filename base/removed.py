@@ -37,12 +37,13 @@ _TRAIN = {
 _TUNE = {
     **{
         f"--{name}": _COMMAND.format(name.replace("-", "_"))
-        for name in ("render", "direction", "samples", "require", "shell", "emulate", "no-observe")
+        for name in ("render", "direction", "samples", "require", "shell", "no-observe")
     },
     "--metric-file": _METRIC_FILE,
     "--env": "write NAME=VALUE before the command's program, or `env` beside `command` into a --command-file",
     "--headroom": _HEADROOM,
     "--ranks": _RANKS,
+    "--emulate": "write the framework's own mode into the command, such as --fake-process-group",
     "--soak": "leave it out: `redline train` continues in a safer configuration if memory runs out; other trainers need the "
     "free memory that --memory-limit leaves",
     "--emulate-first": "the estimate sets aside what cannot fit; `--runner emulate` measures memory on one device",

@@ -202,18 +202,15 @@ def examine() -> dict[str, Any]:
 def _emulation(device: Device) -> list[str]:
     """Returns the abilities of `--runner emulate` on this machine, a line each."""
     from ..estimator.measuring import table_entry
-    from ..frameworks.registry import LAUNCHERS, find_launcher
 
-    able = [name for name in LAUNCHERS if find_launcher(name).emulated]
     lines = [
         f"--runner emulate: one {device.name} stands for any number; memory and compute are measured, communication is priced"
     ]
     if device.type == "cpu":
-        lines.append("  by times that are measured among as many processes here, for about a minute, and kept")
+        lines.append("  by the prices of a network")
     elif table_entry(device) is None:
         lines.append("  by links that are assumed: this GPU is not in the table; --hardware FILE states them")
     else:
         lines.append("  by the links that the table states for it")
     lines.append("--runner emulate --hardware NAME: memory of ranks on other hardware, and the time predicted")
-    lines.append(f"`emulate: true` in --command-file, launcher {'|'.join(able)}: one rank by the framework's own mode")
     return lines

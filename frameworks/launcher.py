@@ -72,10 +72,6 @@ class Launcher:
     """Option for the samples of a step."""
     own_total: bool = False
     """True if it has a default number of samples per step."""
-    emulated: str = ""
-    """Options that make it run one rank alone, in one process; empty if it has no such mode."""
-    emulated_env: tuple[str, ...] = ()
-    """Environment variables that give this process its rank and the world size."""
     after: str = ""
     """Word after which options are inserted; by default they are appended."""
     several: tuple[str, ...] = ()
@@ -171,21 +167,6 @@ class Launcher:
             name for name in knobs if (name in self.options or name in self.paths) and not _mentions(command, name)
         )
 
-    def emulating(self, command: CommandT) -> CommandT:
-        """Returns a command that runs its first rank alone, on one device, with communication that does nothing.
-
-        Raises:
-            UsageError: the framework has no such mode.
-        """
-        if not self.emulated:
-            raise UsageError(
-                f"emulate needs a framework that runs one rank without the others, as Megatron-LM and torchtitan do, but "
-                f"--launcher {self.name} has no such mode; --runner emulate emulates a model in redline's own training"
-            )
-        command_text = self._with(without_torchrun(_text(command)), _options(self.emulated))
-        env = (*command.env, *self.emulated_env)
-        return cast(CommandT, replace(cast(Any, command), command=command_text, env=env))
-
     def _check(self, command: CommandLine, knob: str, values: Sequence[Any]) -> None:
         """Refuses a knob that would have no effect or another effect.
 
@@ -214,41 +195,6 @@ class Launcher:
         if not separator:
             raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, after which its options go")
         return f"{head}{separator}{added} {tail}"
-
-
-_NO_VALUE = ("--standalone", "--run-path", "--run_path")
-"""Options of torchrun that take none."""
-
-
-def without_torchrun(command: str) -> str:
-    """Returns a command without the torchrun that starts its ranks: one process, which gets its rank from the environment.
-
-    >>> without_torchrun("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16")
-    'python pretrain_gpt.py --bf16'
-    >>> without_torchrun("python -m torch.distributed.run --nnodes=2 -m torchtitan.train")
-    'python -m torchtitan.train'
-    """
-    arguments = _words(command)
-    torchrun = next((place for place, word in enumerate(arguments) if word.rpartition("/")[2] == "torchrun"), None)
-    if torchrun is None:
-        names = ("torch.distributed.run", "torch.distributed.launch")
-        torchrun = next(
-            (place for place, word in enumerate(arguments) if word in names and arguments[place - 1] == "-m"), None
-        )
-        if torchrun is None:
-            return command
-        leading = arguments[: torchrun - 2]
-    else:
-        leading = arguments[:torchrun]
-    start, python = torchrun + 1, ["python"]
-    while start < len(arguments) and arguments[start].startswith("-"):
-        word = arguments[start]
-        if word in ("-m", "--module"):
-            python = ["python", "-m"]
-        elif word in ("--no-python", "--no_python"):
-            python = []
-        start += 1 if "=" in word or word in (*_NO_VALUE, "-m", "--module", "--no-python", "--no_python") else 2
-    return " ".join([*leading, *python, *arguments[start:]])
 
 
 _SEVERAL = ("report_to",)

@@ -1,6 +1,5 @@
 """Emulated trials of a search: their runner, their memory, and the checks of a request for them."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, share_of_host, usable_cores
@@ -8,22 +7,16 @@ from ..base.errors import UsageError
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware
 from ..estimator.measuring import table_entry
-from ..estimator.time import BINDS
-from ..frameworks.registry import find_launcher
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule
-from ..results import Measurement, Status
 from ..runners import Runner, TimingPlan, TrialTerms
-from ..runners.command.command import Command
 from ..runners.host.client import HostAgent
 from ..runners.place.emulate import EmulateRunner, EmulationTerms
-from ..runners.runner import TrialRequest
 from ..space import Space
 
 if TYPE_CHECKING:
     from ..estimator import Estimator
-    from ..estimator.estimate import Estimate
     from .request.options import Request
     from .request.target import Task
 
@@ -118,89 +111,3 @@ def _is(name: str, kind: str, device: Device) -> bool:
         return kind == "cpu"
     found = table_entry(device)
     return name.startswith("this-") or (found is not None and found.name == name)
-
-
-def emulates_command(request: "Request") -> bool:
-    """True if the request is for a command whose framework can run one rank alone.
-
-    Raises:
-        UsageError: the command would run elsewhere.
-    """
-    if not (isinstance(request.target, Command) and request.target.emulate):
-        return False
-    if request.runs_on not in ("local", EMULATE):
-        raise UsageError(
-            f"emulate runs one rank of a command here, by --runner local, but got runner='{request.runs_on}'"
-        )
-    return True
-
-
-class EmulatedCommands(Runner):
-    """Runs of a command's first rank alone. Its memory is the measured one; the missing time of communication is the
-    estimate's share of links and bubble.
-
-    Args:
-        runner: starts the command.
-        task: the task that is tuned.
-        estimator: estimator of the training that the command runs; None if it is unknown.
-    """
-
-    def __init__(self, runner: Runner, task: "Task", estimator: "Estimator | None") -> None:
-        self.name = runner.name  # type: ignore[misc]  # that of the trials
-        self.slots, self.isolated, self.confirms = runner.slots, runner.isolated, False
-        self.per_host, self.device = runner.per_host, runner.device
-        self._runner, self._task, self._estimator = runner, task, estimator
-
-    def wait_ready(self) -> None:
-        self._runner.wait_ready()
-
-    def stop(self, log: str) -> None:
-        self._runner.stop(log)
-
-    def close(self) -> None:
-        self.closed = True
-        self._runner.close()
-
-    def run(self, request: TrialRequest) -> Measurement:
-        measured = self._runner.run(request)
-        known: dict[str, Any] = {"devices": self._task.devices, "emulated_ranks": "0", "ranks": ()}
-        if not measured.ok:
-            return replace(measured, reason=self._failure_reason(measured), **known)
-        share = 0.0 if self._estimator is None else communicated(self._estimator(request.config))
-        slower = 1 / (1 - share)
-        note = f"emulated rank 0 of {self._task.devices}, " + (
-            f"{100 * share:.0f} % of the step priced for communication and other stages"
-            if self._estimator is not None
-            else "its time is without communication"
-        )
-        steps: dict[str, Any] = {
-            name: None if (value := getattr(measured, name)) is None else value * slower
-            for name in ("step_ms", "step_ms_spread")
-        }
-        rates: dict[str, Any] = {
-            name: None if (value := getattr(measured, name)) is None else value / slower
-            for name in ("throughput", "tokens_per_second", "samples_per_second")
-        }
-        modelled = None if measured.step_ms is None else measured.step_ms * (slower - 1) / 1e3
-        reason = "; ".join(filter(None, [measured.reason, note]))
-        return replace(measured, reason=reason, seconds_modelled=modelled, **steps, **rates, **known)
-
-    def _failure_reason(self, measured: Measurement) -> str:
-        """Reason of a failure; if the framework does not know the mode, that it is too old."""
-        command = self._task.command
-        assert command is not None and command.requested.launcher is not None
-        mode = find_launcher(command.requested.launcher).emulated
-        option, _, value = mode.partition(" ")
-        if measured.status is Status.CRASH and (option in measured.reason or (value and value in measured.reason)):
-            return f"this version of {command.requested.launcher} has no {mode}: {measured.reason}"
-        return measured.reason
-
-
-def communicated(estimate: "Estimate") -> float:
-    """Share of an estimated step that a single rank does not take: links, and waiting for other stages; below 1."""
-    lacking = sum(
-        value
-        for name, value in estimate.breakdown.items()
-        if name.startswith("time.") and BINDS.get(name.removeprefix("time.")) in ("links", "bubble")
-    )
-    return min(0.95, max(0.0, lacking / estimate.step_ms))

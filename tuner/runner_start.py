@@ -21,7 +21,7 @@ from ..runners.place.ray_runner import RayDriver, RayRunner, cluster_address
 from ..runners.registry import runner_on
 from ..runners.trial.function import Calls
 from ..runners.work import Work
-from .emulating import EMULATE, EmulatedCommands, emulator, may_compile
+from .emulating import EMULATE, emulator, may_compile
 from .request.options import IN_PROCESS, Request
 from .request.target import Task
 
@@ -120,7 +120,7 @@ class RunnerStart:
         request, task, work = self._request, self._task, self._work
         if isinstance(request.runner, Runner):
             return request.runner
-        if task.emulated and task.command is None:
+        if task.emulated:
             return emulator(request, task, self._limit_mib, estimator, agent=self._agent)
         if work is None:
             return FunctionRunner(task.callable, smaller=request.direction == "min")
@@ -133,7 +133,7 @@ class RunnerStart:
         except BaseException:
             runner.close()
             raise
-        return EmulatedCommands(runner, task, estimator) if task.emulated else runner
+        return runner
 
     def _start_agent(self) -> None:
         # Huge pages only for other hardware: the emulated memory of this CPU is compared with that of real ranks, which
@@ -146,19 +146,17 @@ class RunnerStart:
         """Starts the runner of the task's trials, which may take some time until it is ready."""
         request, task = self._request, self._task
         at_once = request.concurrency
-        ranks = 1 if task.emulated else task.devices
         terms = TrialTerms(
             device=task.device,
-            devices=ranks,
+            devices=task.devices,
             memory_limit_mib=self._limit_mib,
             timeout_s=request.timeout_s,
-            threads=max(1, usable_cores() // (ranks * (at_once or 1))) if task.device.type == "cpu" else None,
+            threads=max(1, usable_cores() // (task.devices * (at_once or 1))) if task.device.type == "cpu" else None,
             plan=TimingPlan(seconds=request.measure_s),
             seed=request.seed,
         )
-        name = "local" if request.runs_on == EMULATE else request.runs_on
         return runner_on(
-            name, work, terms, concurrency=at_once, address=request.ray_address, agent=self._agent, ray=ray
+            request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=self._agent, ray=ray
         )
 
 

@@ -15,7 +15,7 @@ from ..runners import Runner
 from ..space import Config
 from .checks import check
 from .default_prior import assumed_hardware, default_prior
-from .emulating import EMULATE, emulates_command
+from .emulating import EMULATE
 from .feasibility import HEADROOM
 from .first_trial import FirstTrial, first_trial
 from .predicting import estimate_to_begin_with, usable
@@ -75,7 +75,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
     task = resolve_task(
         request,
         cluster=start.joins,
-        emulated=request.runs_on == EMULATE or emulates_command(request),
+        emulated=request.runs_on == EMULATE,
         stands_for=find_hardware(request.hardware)
         if request.runs_on == EMULATE and request.hardware is not None
         else None,

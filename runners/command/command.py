@@ -45,7 +45,6 @@ class Command:
         shell: start it with `/bin/sh -c`; values in it are quoted.
         no_observe: do not observe its training from inside, which is done by a `sitecustomize` on its PYTHONPATH; its speed
             is then read from what it prints.
-        emulate: run its first rank alone on one device, by the launcher's own mode for that (`megatron`, `torchtitan`).
     """
 
     command: Annotated[
@@ -87,9 +86,6 @@ class Command:
         Option("Bounds on metrics, such as 'p99_ms < 200', or a list.", many=True, sent=True, in_file=True),
     ] = ()
     shell: Annotated[bool, Option("Start it in a shell.", sent=True, in_file=True)] = False
-    emulate: Annotated[
-        bool, Option("Run one rank of it alone, where the launcher can: megatron, torchtitan.", in_file=True)
-    ] = False
     no_observe: Annotated[
         bool, Option("Read only what it prints; observe nothing inside its processes.", sent=True, in_file=True)
     ] = False

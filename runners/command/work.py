@@ -105,8 +105,6 @@ class Commands(Work):
             if command_knobs is not None:
                 self._command_knobs = {**{name: values[0] for name, values in launcher.knobs.items()}, **command_knobs}
             self.notes = tuple(filter(None, [launcher.short_note(self.requested)]))
-        if command.emulate:
-            command = _emulating(command)
         self._line = read_command(command.command, knobs, shell=command.shell)
         self._as_is = read_command(as_is.command, knobs, shell=command.shell)
         """The user's command without options for knobs, with those that shorten its run."""
@@ -225,7 +223,7 @@ class Commands(Work):
 
     def _line_of(self, values: Mapping[str, Any]) -> CommandLine | ShellLine:
         """Returns the command of a trial: the user's own, if all knobs that would be options have the command's values."""
-        if not self._added or self.requested.emulate or self.requested.render:
+        if not self._added or self.requested.render:
             return self._line
         unchanged = all(
             name in self._command_knobs and self._command_knobs[name] == values[name] for name in self._added
@@ -383,19 +381,6 @@ def _combined(outcome: Outcome) -> tuple[Outcome, Mapping[int, float]]:
         decisive.measured, peak_memory_mib=max((peak for peak in peaks if peak is not None), default=None)
     )
     return Outcome(status=Status.OK, ranks=(RankOutcome(rank=0, status=Status.OK, report=measured),)), decisive.losses
-
-
-def _emulating(command: Command) -> Command:
-    """Returns the command that runs one rank alone.
-
-    Raises:
-        UsageError: no launcher is named, or it has no such mode.
-    """
-    if command.launcher is None:
-        raise UsageError("emulate needs a launcher: its mode that runs one rank without the others is the framework's")
-    if command.shell:
-        raise UsageError("emulate takes torchrun out of the command, which it cannot in a shell: leave shell out")
-    return find_launcher(command.launcher).emulating(command)
 
 
 def _variable(variable: str, knobs: Mapping[str, Any]) -> tuple[str, Template]:

@@ -131,11 +131,8 @@ def resolve_task(
             emulated=emulated,
             stands_for=None if stands_for is None else device_of(stands_for),
         )
-    if emulated and not (isinstance(target, Command) and target.emulate):
-        raise UsageError(
-            "the runner 'emulate' needs a model or a workload; a command is emulated by `emulate: true` in its "
-            "--command-file, where its framework can"
-        )
+    if emulated:
+        raise UsageError("the runner 'emulate' needs a model or a workload")
     common: dict[str, Any] = {
         "notes": notes,
         "device": device,
