@@ -10,7 +10,7 @@ from torch import nn
 
 from ..base._torch import parameters_of
 from ..base.errors import ScheduleError, unknown
-from .engines import deepspeed
+from . import deepspeed
 from .held import own_tensors
 from .materialise import Init, materialise
 from .parallel.agreement import check_first_call, check_weights

@@ -46,11 +46,10 @@ from ..runners.runner import Runner, TrialRequest
 from ..space import Config
 from ..tuner.trackers import logging_to
 from .checkpoint.folder import CheckpointFolder
-from .chosen import TrainingStrategy, devices_text
 from .data import DataPlan, training_data
 from .data.corpus import find_sources
 from .hyperparameters import Hyperparameters
-from .listener import TrainingStart, TrainListener
+from .listener import TrainingStart, TrainingStrategy, TrainListener, devices_text
 from .loop import LoopPlan, LoopResult
 from .program import Trainings, TrainRank, weights_to_begin_with
 from .request import TrainRequest, taken_up, with_schedule, with_tokenizer

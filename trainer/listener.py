@@ -1,11 +1,47 @@
-"""Events of a training."""
+"""Events of a training, and the configuration that it runs in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .chosen import TrainingStrategy
+from ..space import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStrategy:
+    """A configuration of a training, and the reason for it."""
+
+    config: Config
+    devices: int
+    why: str
+    """Reason, in a sentence."""
+    step: int = 0
+    """Number of steps done before it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts to the form of train.yaml."""
+        return {
+            "step": self.step,
+            "devices": self.devices,
+            "configuration": self.config.to_dict(),
+            "why": self.why,
+        }
+
+    @staticmethod
+    def from_dict(document: Mapping[str, Any]) -> "TrainingStrategy":
+        """Converts back from `to_dict`."""
+        return TrainingStrategy(
+            step=document["step"],
+            devices=document["devices"],
+            config=Config(document["configuration"]),
+            why=str(document.get("why", "")),
+        )
+
+
+def devices_text(devices: int) -> str:
+    """Returns a number of devices as text."""
+    return f"{devices} device{'s'[: devices > 1]}"
 
 
 class TrainListener:

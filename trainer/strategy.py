@@ -15,7 +15,7 @@ from ..results import View, summary
 from ..results.best import is_plan, load
 from ..results.names import holds_run, run_of
 from ..space import Config
-from .chosen import TrainingStrategy, devices_text
+from .listener import TrainingStrategy, devices_text
 from .planning import adapted, plan, safer, with_samples_of
 from .request import TrainRequest
 

@@ -8,10 +8,8 @@ from typing import Any
 from ..base.writing import write_atomic
 from ..knobs.text import config_text
 from ..results.trained import highest_step
-from ..tuner.trackers.listeners import Tracking, finite
-from ..tuner.trackers.tracker import Ended
-from .chosen import devices_text
-from .listener import TrainingStart
+from ..tuner.trackers.listeners import Ended, Tracking, finite
+from .listener import TrainingStart, devices_text
 
 SECTIONS = {"step": "train", "evaluation": "held_out", "checkpoint": "checkpoint"}
 """Group of the numbers of each kind of line in all trackers."""

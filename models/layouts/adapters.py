@@ -8,9 +8,8 @@ from ...base.errors import WorkloadError
 from ...base.reading import Malformed, parse_json, read_named
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture
-from .folder import whole_folder
 from .lazy import Box, LazyTensor, LazyTensors
-from .safetensors_files import file_tensors
+from .safetensors_files import file_tensors, whole_folder
 from .weights import Weights, shape_differences
 
 if TYPE_CHECKING:

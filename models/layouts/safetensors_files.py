@@ -1,10 +1,16 @@
 """Tensors in safetensors files, read box by box."""
 
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import WorkloadError
-from ...base.reading import Malformed, parse_json, read_named
+from ...base.errors import UsageError, WorkloadError
+from ...base.reading import Malformed, parse_json, path_of, read_named
+from ...base.writing import sync_folder
 from ..architecture import one_line
 from .lazy import Box, LazyTensor, box_shape
 
@@ -96,3 +102,34 @@ def _stored(path: Path, name: str, file: Any) -> LazyTensor:
             return torch.empty(box_shape(box), dtype=dtype).copy_(tensor)
 
     return LazyTensor(read, shape, dtype)
+
+
+@contextmanager
+def whole_folder(target: Path | str) -> Iterator[Path]:
+    """Yields a new folder beside `target`, which is renamed to `target` at the end of the `with`; an error removes it.
+
+    A killed process leaves a hidden folder, `.NAME.*.writing`.
+
+    Raises:
+        UsageError: `target` is a file or a folder that is not empty, or cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    target = path_of(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        problem = "is not empty" if target.is_dir() else "is a file"
+        raise UsageError(f"'{target}' {problem}, and a checkpoint is written to a new folder; give another")
+    folder = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex[:8]}.writing")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        for file in folder.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        os.replace(folder, target)
+        sync_folder(target.parent)
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
+        raise UsageError(f"cannot write '{target}': {reason}; nothing was left there") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -10,10 +10,9 @@ from ...base._transformers import as_saved, quiet
 from ...base.errors import UsageError, WorkloadError
 from ..architecture import Architecture, one_line, without_memory
 from .adapters import is_adapter
-from .folder import whole_folder
 from .hugging_face import GENERATION, plain
 from .lazy import LazyTensors, cast
-from .safetensors_files import INDEX, SINGLE
+from .safetensors_files import INDEX, SINGLE, whole_folder
 from .weights import Weights, fit
 
 if TYPE_CHECKING:

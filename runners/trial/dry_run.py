@@ -11,9 +11,8 @@ from ...training import Training
 from ...training.first_step import StepPart, first_step
 from ...training.probe import ProbePart, take
 from .compiling import Compilation
-from .gpu_watch import GpuWatch
 from .rank import RankContext
-from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
+from .timing import Clock, CudaClock, GpuWatch, HostClock, TimingPlan, measure
 
 if TYPE_CHECKING:
     pass

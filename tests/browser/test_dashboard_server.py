@@ -12,8 +12,8 @@ from redline.base.errors import NotFound, UsageError
 from redline.cli import main
 from redline.results import RunFolder, Status, summary
 from redline.views.dashboard import Library
-from redline.views.dashboard.discover import find_folders
 from redline.views.dashboard.guard import COOKIE, HEADERS
+from redline.views.dashboard.library import find_folders
 from redline.views.dashboard.serve import is_local, listen
 
 
@@ -94,7 +94,7 @@ def test_the_sparkline_ends_at_the_best_also_where_something_faster_did_not_hold
 
 
 def test_a_deleted_run_leaves_the_list_with_a_message(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr("redline.views.dashboard.discover.DISCOVERY_SECONDS", 1e9)
+    monkeypatch.setattr("redline.views.dashboard.library.DISCOVERY_SECONDS", 1e9)
     for name in ("gone", "kept"):
         disk.write_run(tmp_path / name, 2)
     library = Library(tmp_path)

@@ -269,7 +269,7 @@ def test_unsupported_schedules_are_refused_and_unchanged(two, mlp, tmp_path):
 
 def test_an_engine_that_is_not_installed_is_named(mlp, monkeypatch):
     message = "deepspeed is not installed: pip install 'redline[frameworks]'"
-    monkeypatch.setattr("redline.schedule.engines.deepspeed.not_installed", lambda package, extra: message)
+    monkeypatch.setattr("redline.schedule.deepspeed.not_installed", lambda package, extra: message)
     with pytest.raises(MissingDependency, match="deepspeed is not installed"):
         build(create_schedule(mlp), target="deepspeed", config=SIZE)
 
@@ -279,7 +279,7 @@ def test_a_configuration_is_not_changed_by_what_the_schedule_writes_in_it(two, m
 
 
 def check_untouched(make):
-    from redline.schedule.engines.deepspeed import settings_of
+    from redline.schedule.deepspeed import settings_of
 
     given = {**SIZE, "zero_optimization": {"reduce_bucket_size": 1000}, "tensor_parallel": {"autotp_size": 1}}
     text = json.dumps(given)

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from redline.results.trained import LOG
 from redline.space import Config
-from redline.trainer.chosen import TrainingStrategy
-from redline.trainer.listener import TrainingStart, TrainListener
+from redline.trainer.listener import TrainingStart, TrainingStrategy, TrainListener
 from redline.trainer.tracking import RUNS, TrainTracking
 from redline.tuner.trackers import logging_to
-from redline.tuner.trackers.tracker import Tracker
+from redline.tuner.trackers.listeners import Tracker
 from tiers import tiered
 
 

@@ -12,8 +12,7 @@ from redline.results import Measurement, Status, Trial
 from redline.tuner.listener import SearchListener, SearchPlan
 from redline.tuner.result import make_result
 from redline.tuner.trackers import TRACKERS, logging_to
-from redline.tuner.trackers.listeners import SearchTracking
-from redline.tuner.trackers.tracker import Tracker
+from redline.tuner.trackers.listeners import SearchTracking, Tracker
 
 
 def train(config):

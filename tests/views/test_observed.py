@@ -1,7 +1,7 @@
 """What the observer saw, in words."""
 
 import pytest
-from redline.views.observed import batch_text, binding, formats_text, parts_text
+from redline.cli.outcome import batch_text, binding, formats_text, parts_text
 
 SHARES = {"forward": 0.4, "backward": 0.5, "optimizer": 0.09, "data": 0.009, "other": 0.001}
 

@@ -13,7 +13,7 @@ from ...knobs.strategy import BLOCK_KNOBS, STANDARD, Strategy
 from ...models import Workload
 from ...models.spaces import make_space
 from ...space import Config, Knob
-from ..chosen import devices_text
+from ..listener import devices_text
 from ..planning import adapted, plan, with_samples_of
 from ..ranks import RankPlace
 from ..strategy import read_source

@@ -13,8 +13,7 @@ from ...models.data import Task, window
 from .corpus import RowKind, Source, find_sources, read_rows
 from .encoder import Encoder, encoded_tokens, encoder_of, tokenizer_digest
 from .order import BYTES, DataPlan, Split
-from .packing import SampleLayout, usable_rows
-from .samples import Samples
+from .samples import SampleLayout, Samples, usable_rows
 from .store import ROWS, StoreInfo, TokenStore, made_once, write_tokens
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...results.columns import fold
-from .tracker import Ended, Plain, Tracker
+from .listeners import Ended, Plain, Tracker
 
 DATABASE = "mlflow.db"
 LONGEST = 500

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from .tracker import Ended, Plain, Tracker
+from .listeners import Ended, Plain, Tracker
 
 FOLDER = "tensorboard"
 FLUSH_S = 5

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...results.columns import fold
-from .tracker import Ended, Plain, Tracker
+from .listeners import Ended, Plain, Tracker
 
 PROJECT = "redline"
 

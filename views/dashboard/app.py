@@ -8,7 +8,7 @@ from ...base.errors import NotFound, StudyError
 from ...base.reading import Outside, open_inside, read_inside, tail_inside
 from ...results.names import TABLE
 from ...results.table import LARGEST_TABLE
-from ..report.exports import exports
+from ..report.document import exports
 from ..report.page import SCRIPTS, asset, bundle
 from .library import Library
 

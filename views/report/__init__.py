@@ -1,8 +1,7 @@
 """The report of a run: one self-contained HTML page, written from trials.csv and the files beside it."""
 
 from .document import document
-from .page import page
+from .page import page, write_report
 from .run_files import RunFiles
-from .write import write_report
 
 __all__ = ["RunFiles", "document", "page", "write_report"]

@@ -7,7 +7,14 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+from ...base.errors import StudyError
+from ...base.reading import path_of
+from ...base.writing import write_atomic
+from .document import document
+from .run_files import RunFiles
 
 DRAWING = (
     "dom", "format", "draw/pen", "draw/scale", "draw/marks", "draw/words", "draw/frame", "draw/hover",
@@ -71,3 +78,33 @@ def bundle(names: tuple[str, ...], *further: str) -> str:
 
 def _hash(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+NAME = "report.html"
+"""File name of the report in the folder of a run."""
+
+
+def write_report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Writes the report of a run and returns its path.
+
+    Args:
+        run: the folder of the run, finished or still running, or a table of trials (CSV).
+        output: the file to write; None for `report.html` in the folder of the run, or, for a table of another
+            name, that name with `.html`.
+
+    Raises:
+        StudyError: there is no run, a required file is missing, or the report cannot be written.
+    """
+    source = RunFiles.read(run)
+    if output is None:
+        alone = Path(run).is_file() and source.table != "trials.csv"
+        output = source.folder / (Path(source.table).stem + ".html" if alone else NAME)
+    output = path_of(output)
+    if output.is_dir():
+        output = output / NAME
+    content = page(document(source))
+    try:
+        write_atomic(output, content.encode(), durable=False)
+    except OSError as error:
+        raise StudyError(f"cannot write '{output}': {error.strerror or error}; give another file with -o") from error
+    return output

@@ -1,1 +1,0 @@
-"""Engines of other frameworks that train a scheduled model: `build(sch, target=...)`."""
