@@ -13,7 +13,9 @@ from .suggestion import NOT_TRAINING
 LONGEST_LINE = 64 * 1024
 """Longest part of a line that is read, bytes."""
 RANKS_APART = 4
-"""Number of steps by which ranks that each report their steps may differ. A number that falls to less than half has restarted."""
+"""Number of steps by which ranks that each show a progress bar may differ. A bar that falls to less than half has
+restarted.
+"""
 NEAR_S = 0.005
 """Shortest interval between two times by which a step is timed, s. On a busy machine a line may be read that much late."""
 _NUMBER = re.compile(
@@ -33,6 +35,13 @@ _SPLIT = re.compile(rb"[\r\n]")
 _PATTERN_CHARACTERS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
 """Characters that regular expressions contain and names, such as `throughput(tps)`, do not."""
 
+_BAR = re.compile(
+    r"^\s*(?P<name>.*?)\b\d+%\|[^|]*\| *(?P<step>\d+)/\d+ \[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*"
+    r"(?:(?:it|step|iter|batch)/s|s/(?:it|step|iter|batch))"
+)
+"""A progress bar of tqdm, as `tqdm.format_meter` writes it."""
+_COUNTS_STEPS = re.compile(r"\b(?:epoch[ :=\[#]*\d|train|steps?\b|iter|fine-?tun|loss\b)", re.IGNORECASE)
+"""Names of bars that count training steps. A bar without a name may count anything, one over epochs counts epochs."""
 _LOSS = re.compile(
     r"(?<![\w/.])(?:lm[ _]|train[/_ ]?|reduced_train_)?loss(?: train)?['\"]?\s*[:=]\s*'?"
     r"(?P<loss>[-+]?\d[\d.]*(?:[eE][-+]?\d+)?|nan)\b",
@@ -103,8 +112,9 @@ class Lines:
 class StepNumbers:
     """Measures step times by when step numbers are reported.
 
-    Several ranks may report a step. On a busy machine lines arrive late and together. A step is timed by the last of
-    several numbers reported together, and never by two reported within `NEAR_S`.
+    A progress bar is drawn several times per step, and by every rank. On a busy machine its lines arrive late and
+    together. A step is timed by the last of several numbers reported together, and never by two reported within
+    `NEAR_S`.
     """
 
     def __init__(self) -> None:
@@ -141,15 +151,19 @@ class StepNumbers:
 
 
 def _printed(line: str) -> dict[str, float]:
-    """Returns the loss in a line, which is read without a request."""
+    """Returns the metrics that are read without a request: the step of a progress bar over training steps, and a loss."""
+    values = {}
+    bar = _BAR.match(line)
+    if bar is not None and _COUNTS_STEPS.search(bar["name"]) and not NOT_TRAINING.search(bar["name"]):
+        values["step"] = float(bar["step"])
     loss = _LOSS.search(line)
-    if loss is None or NOT_TRAINING.search(line[: loss.start()]):
-        return {}
-    return {"loss": float(loss["loss"])}
+    if loss is not None and not NOT_TRAINING.search(line[: loss.start()]):
+        values["loss"] = float(loss["loss"])
+    return values
 
 
 def lines_for(metrics: Sequence[str]) -> Lines:
-    """Returns the reader of the requested metrics; without any, of JSON lines.
+    """Returns the reader of the requested metrics; without any, of progress bars over steps and of JSON lines.
 
     Args:
         metrics: regular expressions with named groups, or names in JSON lines: `NAME`, or `METRIC=NAME`

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ...base._torch import TreeSpec, tree_unflatten
 from ...base.errors import ScheduleError
 from ..parallel.exchange import InputSync, OutputSync
 from .trace import function_of
@@ -78,6 +79,23 @@ class TensorCall:
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         return self.function(value)
+
+
+class Unflatten:
+    """Converts the results of an exported graph to the module's output structure."""
+
+    def __init__(self, spec: TreeSpec) -> None:
+        self.spec = spec
+        self.__name__ = self.__qualname__ = "results"
+        self.__module__ = __name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unflatten) and self.spec == other.spec
+
+    __hash__ = object.__hash__
+
+    def __call__(self, *leaves: Any) -> Any:
+        return tree_unflatten(leaves, self.spec)
 
 
 COMPILERS = ("inductor", "none")

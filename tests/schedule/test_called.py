@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from redline.base.errors import ScheduleError
+from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.forward import layers_of
 from redline.schedule.graph.called import check_read
@@ -67,6 +67,12 @@ def test_a_primitive_on_a_module_that_a_graph_has_taken_in_is_refused(sch, primi
     assert (str(sch), len(sch.tree.deferred), sch[path].module) == before
 
 
+def test_after_an_export_the_layers_of_torch_are_in_the_graph_as_well(sch):
+    sch.trace(tracer="export", examples=torch.randn(2, 8))
+    with pytest.raises(ScheduleError, match=r"hook on 'inner.fc': the graph of 'the root'.*sch.trace, keep it a call"):
+        sch["inner.fc"].hook("fwd_post", lambda module, args, output: output)
+
+
 def test_modules_still_called_by_the_graph_take_primitives(sch):
     seen = []
     sch.trace(flatten=True)
@@ -88,6 +94,12 @@ def test_a_module_that_is_to_be_recomputed_stays_a_call(sch):
     model.inner.runs = 0
     model(x).sum().backward()
     assert model.inner.runs == 2
+
+
+def test_an_exported_graph_would_lose_it(sch):
+    sch["inner"].checkpoint()
+    with pytest.raises(TraceError, match="the schedule of 'inner' would be lost in it"):
+        sch.trace(tracer="export", examples=torch.randn(2, 8))
 
 
 def test_layers_whose_weights_alone_are_read_are_named(sch):

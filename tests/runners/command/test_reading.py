@@ -35,8 +35,9 @@ def bar(name, unit="it", step=3, total=10):
     [
         (MEGATRON, {"loss": 10.64}),
         (NANOTRON, {"loss": 10.9}),
-        (bar("Epoch 0"), {}),
-        (bar("1|12|Loss: 2.301"), {"loss": 2.301}),
+        (bar("Epoch 0"), {"step": 3.0}),
+        (bar("Training", "step"), {"step": 3.0}),
+        (bar("1|12|Loss: 2.301"), {"step": 3.0, "loss": 2.301}),
         ("{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.01}", {"loss": 5.1234}),
         ("{'eval_loss': 5.1234, 'epoch': 0.01}", {}),
         ("iter 10: val loss: 3.2", {}),
@@ -44,8 +45,26 @@ def bar(name, unit="it", step=3, total=10):
         ("step 4 of the installation: 3 of 7 done", {}),
     ],
 )
-def test_losses_are_read_and_bars_are_not(line, expected):
+def test_what_usually_contains_steps_and_losses_is_read(line, expected):
     assert lines_for(()).read(line) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "",
+            "Epochs",
+            "train: Scanning /data/labels... 64 images, 0 backgrounds",
+            "train: Caching images (0.1GB ram)",
+        ),
+        *("Tokenizing train set", "Loading training data", "Loading pipeline steps", "Extracting features (train)"),
+        *("Evaluating", "Validation epoch 1", "Eval step", "Sanity Checking DataLoader 0"),
+    ],
+)
+def test_a_bar_that_may_count_anything_else_than_steps_is_not_read(name):
+    assert "step" not in lines_for(()).read(bar(name)), name
+    assert "step" not in lines_for(()).read(bar("Epoch 1/5", "img"))
 
 
 def test_colours_are_no_part_of_a_line():
