@@ -4,9 +4,11 @@ Checked with torch 2.11 to 2.14. A name that is missing in a later torch raises 
 `tests/base/test_private_names.py` resolves all of them. torch is imported at first use.
 """
 
+from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ._private import resolver
+from .errors import MissingDependency
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -65,7 +67,13 @@ OF_MODULES = (
 )  # fmt: skip
 """Private attributes of `nn.Module` that the functions below read or set."""
 
-__getattr__ = resolver(NAMES, CHECKED, globals())
+
+def __getattr__(name: str) -> Any:
+    """Resolves a private name at its first use."""
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    resolved = globals()[name] = private_name(*NAMES[name], CHECKED)
+    return resolved
 
 
 def parameters_of(module: "nn.Module") -> "dict[str, nn.Parameter | None]":
@@ -193,3 +201,22 @@ def format_of_losses(loss: "Tensor") -> Any:
 def schema_of(operator: Any) -> Any:
     """Returns an operator's schema: argument names and types, and which arguments it mutates."""
     return operator._schema
+
+
+def private_name(module: str, name: str, checked: str) -> Any:
+    """Returns the object that a library has under a private name.
+
+    Raises:
+        MissingDependency: the name does not exist. The message states its former place and the versions that have it.
+    """
+    library = module.partition(".")[0]
+    try:
+        owner: Any = import_module(library)
+        for component in module.split(".")[1:]:
+            owner = getattr(owner, component, None) or import_module(f"{owner.__name__}.{component}")
+        return getattr(owner, name) if hasattr(owner, name) else import_module(f"{owner.__name__}.{name}")
+    except (AttributeError, ImportError) as error:
+        raise MissingDependency(
+            f"{library} {version(library)} has no {module}.{name}, which redline needs; install "
+            f"{checked}, with which it was checked"
+        ) from error

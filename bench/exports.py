@@ -126,7 +126,7 @@ def compare(name: str, device: Device, options: argparse.Namespace, folder: Path
 
 def runner(load: Any, device: Device, options: argparse.Namespace) -> Any:
     from redline.runners.place.local import LocalRunner
-    from redline.runners.work import TrialTerms
+    from redline.runners.runner import TrialTerms
 
     threads = max(1, usable_cores() // options.devices) if device.type == "cpu" else None
     return LocalRunner(load, TrialTerms(device=device, devices=options.devices, threads=threads))

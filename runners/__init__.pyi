@@ -1,6 +1,10 @@
 from .place.local import LocalRunner as LocalRunner
 from .place.ray_runner import RayRunner as RayRunner
-from .runner import Reference as Reference, Runner as Runner, TrialRequest as TrialRequest
+from .runner import (
+    Reference as Reference,
+    Runner as Runner,
+    TrialRequest as TrialRequest,
+    TrialTerms as TrialTerms,
+)
 from .trial.function import FunctionRunner as FunctionRunner
 from .trial.timing import TimingPlan as TimingPlan
-from .work import TrialTerms as TrialTerms

@@ -11,11 +11,10 @@ from ..estimator.measuring import table_entry
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
 from .host.client import COMMON_IMPORTS, PLAIN_IMPORTS
-from .runner import Runner, TrialRequest
+from .runner import LEAST_COMPILE_TIMEOUT_S, CommonFields, Runner, TrialRequest, TrialTerms, Work
 from .trial.dry_run import DryRun, DryRunReport
 from .trial.failure import is_damaged_library
 from .trial.job import Job, Outcome, RankOutcome, Rendezvous
-from .work import LEAST_COMPILE_TIMEOUT_S, CommonFields, TrialTerms, Work
 
 SETTLE_S = 20.0
 """Time for a GPU's clocks to settle before a possible winner is measured, s."""

@@ -8,7 +8,7 @@ from .dispatch import DryRunner
 from .host.client import HostAgent
 from .place.local import LocalRunner
 from .place.ray_runner import RayRunner
-from .work import TrialTerms, Work
+from .runner import TrialTerms, Work
 
 RUNNERS: Mapping[str, type[DryRunner]] = {runner.name: runner for runner in (RayRunner, LocalRunner)}
 

@@ -23,7 +23,7 @@ from .parallel.collectives import Axis, all_gather, axis_of
 from .parallel.sequences import CutSequence
 from .parallel.sharding import owner, shards_of
 from .parallel.vocabulary import SplitLogits, whole_logits
-from .quiet import modes_kept, quiet, rates_of
+from .random_state import modes_kept, quiet, rates_of
 from .schedule import Schedule
 from .tree import find_module, join
 

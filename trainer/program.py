@@ -20,10 +20,10 @@ from ..models.layouts.weights import Weights
 from ..results import Measurement, Status
 from ..results.trained import CHECKPOINTS, DATA, LOG, STOP
 from ..runners.host.client import COMMON_IMPORTS
+from ..runners.runner import Work
 from ..runners.trial.dry_run import join
 from ..runners.trial.job import Job, Outcome, Rendezvous
 from ..runners.trial.rank import RankContext
-from ..runners.work import Work
 from ..space import Config
 from ..training import Training
 from ..training.training_data import TrainingData
@@ -35,8 +35,7 @@ from .hyperparameters import Hyperparameters
 from .loop import Loop, LoopPlan, LoopResult
 
 if TYPE_CHECKING:
-    from ..runners.runner import TrialRequest
-    from ..runners.work import CommonFields, TrialTerms
+    from ..runners.runner import CommonFields, TrialRequest, TrialTerms
 
 
 _SYNCED = ("checkpoint", "end")

@@ -231,7 +231,7 @@ def take(training: "Training") -> ProbePart:
 
 def _rates(model: "nn.Module") -> tuple[str, ...]:
     """Rates of dropout of modules in training mode, as in `Probe.rates`."""
-    from ..schedule.quiet import rates_of
+    from ..schedule.random_state import rates_of
     from ..schedule.tree import join
 
     return _starred(
@@ -426,7 +426,7 @@ def _at_rest(training: "Training") -> Iterator[None]:
     """
     import torch
 
-    from ..schedule.quiet import quiet
+    from ..schedule.random_state import quiet
 
     as_written = torch.compiler.set_stance("force_eager") if training.compiled else contextlib.nullcontext()
     with quiet(training.model, training=False), as_written:

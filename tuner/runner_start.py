@@ -19,8 +19,8 @@ from ..runners.place.emulate import HUGE_PAGES
 from ..runners.place.ray_cluster import DeviceKind, RaySetup, choose_kind, kinds_text
 from ..runners.place.ray_runner import RayDriver, RayRunner, cluster_address
 from ..runners.registry import runner_on
+from ..runners.runner import Work
 from ..runners.trial.function import Calls
-from ..runners.work import Work
 from .emulating import EMULATE, emulator, may_compile
 from .request.options import IN_PROCESS, Request
 from .request.target import Task

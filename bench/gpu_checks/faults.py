@@ -17,10 +17,9 @@ from redline.base.gpus import gpu_use
 from redline.models.resolve import workload as preset
 from redline.runners.dispatch import DryRuns
 from redline.runners.place.local import LocalRunner
-from redline.runners.runner import TrialRequest
+from redline.runners.runner import TrialRequest, TrialTerms
 from redline.runners.trial.job import Job
 from redline.runners.trial.timing import TimingPlan
-from redline.runners.work import TrialTerms
 from redline.space import Config
 
 from . import Row, Setting

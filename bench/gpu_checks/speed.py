@@ -16,10 +16,9 @@ from redline.estimator.measuring import measure as measure_device, table_entry, 
 from redline.models.resolve import workload as preset
 from redline.runners.dispatch import DryRuns
 from redline.runners.place.local import LocalRunner
-from redline.runners.runner import TrialRequest
+from redline.runners.runner import TrialRequest, TrialTerms
 from redline.runners.trial.job import Job
 from redline.runners.trial.timing import CudaClock, HostClock, TimingPlan, measure
-from redline.runners.work import TrialTerms
 from redline.space import Config
 from redline.training import Training
 

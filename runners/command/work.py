@@ -21,9 +21,9 @@ from ...models.workload import Workload
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
+from ..runner import LEAST_COMPILE_TIMEOUT_S, Work
 from ..trial.function import reported_measurement
 from ..trial.job import Job, Outcome, RankOutcome
-from ..work import LEAST_COMPILE_TIMEOUT_S, Work
 from .command import HIDDEN, Command
 from .comparison import EXACT, RequestedTraining, TrainingComparison
 from .files import read_files
@@ -34,8 +34,7 @@ from .template import CommandLine, ShellLine, Template, read_command
 from .trial import CommandReport, CommandTrial
 
 if TYPE_CHECKING:
-    from ..runner import TrialRequest
-    from ..work import CommonFields, TrialTerms
+    from ..runner import CommonFields, TrialRequest, TrialTerms
 
 
 _HOST_VALUES = {

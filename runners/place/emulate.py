@@ -23,11 +23,10 @@ from ...space import Config
 from ...training.world import World
 from ..dispatch import DryRuns
 from ..host.client import HostAgent
-from ..runner import Runner, TrialRequest
+from ..runner import LEAST_COMPILE_TIMEOUT_S, Runner, TrialRequest, TrialTerms
 from ..trial.emulated_rank import EmulatedDryRun, EmulatedReport
 from ..trial.job import Job, Outcome, RankOutcome, Rendezvous
 from ..trial.timing import median_interval
-from ..work import LEAST_COMPILE_TIMEOUT_S, TrialTerms
 from .replay import ReplayedStep, play
 
 if TYPE_CHECKING:

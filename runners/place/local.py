@@ -9,8 +9,8 @@ from ...base.errors import UsageError
 from ...models import Workload
 from ..dispatch import DryRunner
 from ..host.client import HostAgent
+from ..runner import TrialTerms, Work
 from ..trial.job import Job, Outcome
-from ..work import TrialTerms, Work
 
 
 class FreeDevices:

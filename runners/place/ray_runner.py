@@ -15,9 +15,9 @@ from ...models import Workload
 from ..dispatch import DryRunner
 from ..host.helper_process import HelperProcess
 from ..host.protocol import Call, Caller
+from ..runner import TrialTerms, Work
 from ..trial import failure
 from ..trial.job import Job, Outcome
-from ..work import TrialTerms, Work
 from .ray_cluster import DeviceKind, RaySetup, choose_kind
 from .ray_driver import JOIN, KINDS, READY, RUN_JOB, START, Joining, PlacedHosts
 

@@ -13,13 +13,12 @@ from ...base.errors import UsageError
 from ...results import Measurement, Status
 from ...space import Config
 from ..host.log import LogFile
-from ..runner import Runner, TrialRequest
-from ..work import Work
+from ..runner import Runner, TrialRequest, Work
 from . import failure
 from .job import Job, Outcome
 
 if TYPE_CHECKING:
-    from ..work import CommonFields, TrialTerms
+    from ..runner import CommonFields, TrialTerms
     from .rank import RankContext
 
 _OFTEN_NEEDED = ("numpy", "torch", "transformers")

@@ -22,7 +22,7 @@ from ...base._torch import tree_flatten, tree_map, tree_unflatten
 from ...base._transformers import values_unread
 from ...base.errors import TraceError
 from ..parallel.partition import meta_copy
-from ..quiet import quiet, rates_of
+from ..random_state import quiet, rates_of
 from ..tree import ScheduledModule, join, with_ancestors
 from .modes import check, merged
 from .trace import CallForm, Input, Traced, arguments, tidy

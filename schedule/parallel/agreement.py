@@ -11,10 +11,9 @@ from ...base._torch import call_of, set_call, tree_leaves
 from ...base.errors import ScheduleError
 from ..forward import layers_of
 from ..held import own_tensors
-from .checksums import NOTHING, Checksum, checksum
 from .collectives import Axis, PlannedMesh, axis_of
 from .sequences import CutSequence
-from .sharding import shards_of, walk
+from .sharding import NOTHING, Checksum, checksum, shards_of, walk
 
 
 def check_weights(

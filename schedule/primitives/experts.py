@@ -12,7 +12,6 @@ from ...base.errors import ScheduleError
 from ..forward import add_layer, layers_of
 from ..graph.called import check_called
 from ..held import replace_tensor
-from ..parallel.checksums import NOTHING, checksum
 from ..parallel.collectives import Axis, axis_of, joined, neighbours
 from ..parallel.experts import (
     DividedTokens,
@@ -23,7 +22,7 @@ from ..parallel.experts import (
     spread_experts,
     stacked_parameters,
 )
-from ..parallel.sharding import Shard, cut_tensor, shards_of
+from ..parallel.sharding import NOTHING, Shard, checksum, cut_tensor, shards_of
 from ..parallel.sharing import copies_with_parts
 from ..primitive import primitive
 from ..tree import ScheduledModule

@@ -17,12 +17,11 @@ from ..graph.called import check_called, used_modules
 from ..graph.trace import Traced
 from ..held import replace_tensor
 from ..parallel import collectives
-from ..parallel.checksums import checksum
 from ..parallel.collectives import Axis, axis_of, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
 from ..parallel.experts import spread_experts
 from ..parallel.sequences import SequenceAxes, attend_together, axes_of, obstacle, shards_of_model
-from ..parallel.sharding import Shard, cut_tensor, holders, shards_of
+from ..parallel.sharding import Shard, checksum, cut_tensor, holders, shards_of
 from ..parallel.sharing import SharedSamples, Sharing, sharing_axes
 from ..parallel.streams import ForkedRandom
 from ..parallel.vocabulary import SplitLogits

@@ -9,7 +9,7 @@ from house import ROOT, sources
 from redline.base import _optuna, _torch, _transformers
 from redline.base.errors import MissingDependency
 
-FILES = {"_torch.py", "_transformers.py", "_optuna.py", "_private.py"}
+FILES = {"_torch.py", "_transformers.py", "_optuna.py"}
 OF_OTHERS = {*_torch.OF_MODULES, *_transformers.OF_MODELS, "_erased", "_schema", "_study_id", "_trial_id"}
 """Private attributes of other libraries' objects."""
 

@@ -218,9 +218,8 @@ def test_another_training_is_told_from_it(model, dry_run, two):
 def test_a_dry_run_tells_the_loss_that_exports_are_held_to(model, dry_run):
     from redline.base.device import detect
     from redline.runners.place.local import LocalRunner
-    from redline.runners.runner import TrialRequest
+    from redline.runners.runner import TrialRequest, TrialTerms
     from redline.runners.trial.timing import TimingPlan
-    from redline.runners.work import TrialTerms
     from redline.space import Config
 
     terms = TrialTerms(device=detect(), devices=2, threads=1, plan=TimingPlan(seconds=0.1))

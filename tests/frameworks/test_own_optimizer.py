@@ -7,9 +7,9 @@ import torch
 import yaml
 from redline.frameworks.export import render
 from redline.models import Workload
-from redline.models.optimizers import optimizer_settings
 from redline.results import Measurement, Trial
 from redline.results.schema import REQUEST, clean
+from redline.tuner.request.record import optimizer_settings
 
 
 def made(optimizer):

@@ -13,9 +13,8 @@ from redline.results import Status
 from redline.runners.dispatch import DryRuns
 from redline.runners.host.client import PLAIN_IMPORTS, HostAgent
 from redline.runners.place.local import LocalRunner
-from redline.runners.runner import TrialRequest
+from redline.runners.runner import TrialRequest, TrialTerms
 from redline.runners.trial.timing import TimingPlan
-from redline.runners.work import TrialTerms
 from redline.schedule import build, create_schedule, materialise
 from redline.space import Config
 from redline.training import Training

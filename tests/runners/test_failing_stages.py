@@ -11,9 +11,8 @@ from redline.models import Workload
 from redline.results import Status
 from redline.runners.dispatch import DryRuns
 from redline.runners.place.local import LocalRunner
-from redline.runners.runner import TrialRequest
+from redline.runners.runner import TrialRequest, TrialTerms
 from redline.runners.trial.timing import TimingPlan
-from redline.runners.work import TrialTerms
 from redline.space import Config
 from torch import distributed, nn
 

@@ -13,12 +13,11 @@ from redline.base.gpus import GpuUse, gpu_use
 from redline.estimator import Estimator, TrainingSetup
 from redline.results import Measurement, RankReport, Status, Trial
 from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
-from redline.runners.runner import TrialRequest
+from redline.runners.runner import TrialRequest, TrialTerms
 from redline.runners.trial import memory
 from redline.runners.trial.memory import MIB, CudaMemoryMeter, GpuMemory, wait_for_room
 from redline.runners.trial.rank import RankContext
 from redline.runners.trial.timing import GpuWatch
-from redline.runners.work import TrialTerms
 from redline.space import Config
 from redline.tuner import rank_memory
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, verify
-from redline.schedule.parallel import checksums
-from redline.schedule.parallel.checksums import checksum
+from redline.schedule.parallel import sharding
+from redline.schedule.parallel.sharding import checksum
 from torch import nn
 
 
@@ -42,7 +42,7 @@ def inputs(seed):
 
 
 def test_checksums_distinguish_the_order_of_words_in_different_chunks(monkeypatch):
-    monkeypatch.setattr(checksums, "CHUNK", 4)
+    monkeypatch.setattr(sharding, "CHUNK", 4)
     x = torch.arange(8.0)
     swapped = x.clone()
     swapped[[2, 5]] = x[[5, 2]]

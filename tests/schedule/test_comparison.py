@@ -21,7 +21,7 @@ from redline.schedule.comparison import (
     scale,
     unit_roundoff,
 )
-from redline.schedule.quiet import quiet
+from redline.schedule.random_state import quiet
 from torch import nn
 
 LIMIT = 1e-5

@@ -1,4 +1,4 @@
-"""Listeners that log to trackers: what those of searches and trainings share, and that of a search."""
+"""The interface of trackers, and the listeners that log to them: of a search, and what it shares with that of a training."""
 
 import math
 from collections.abc import Mapping, Sequence
