@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from ...base._torch import TreeSpec, has_backward_hooks, has_forward_hooks, tree_flatten, tree_map, tree_unflatten
 from ...base.errors import TraceError
-from ..quiet import modes_kept, rates_of
+from ..random_state import modes_kept, rates_of
 from ..tree import join
 from .by_example import Example, call_of_form, form_of
 from .modes import check, merged
