@@ -28,8 +28,8 @@ from .registry import FRAMEWORKS, find_framework
 from .shell import PROGRAMS, command_of
 from .trainer_config import SettingsSource, TrainerConfig, combined
 
-SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash")
-"""File endings that are recognised."""
+SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch", ".txt")
+"""File endings that are recognised; from `.sh` on those of scripts."""
 COMMAND = "the command"
 """Name of a command in messages, as the path is that of a file."""
 
@@ -65,12 +65,7 @@ def read(
 
 
 def _is_file(source: str) -> bool:
-    if source.strip().endswith(SUFFIXES) and len(source.split()) == 1:
-        return True
-    try:
-        return Path(source.strip()).is_file()
-    except OSError:  # a name longer than a file can have
-        return False
+    return source.strip().endswith(SUFFIXES) and (len(source.split()) == 1 or Path(source).is_file())
 
 
 def _not_understood(lines: Sequence[str]) -> list[str]:
