@@ -275,6 +275,8 @@ _FLAGS = frozenset((
 ))  # fmt: skip
 """Options of launchers without a value."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_OTHER_MODELS = re.compile(r"(bert|t5|vlm|vision|retro|ict|mamba|multimodal)")
+"""Parts of names of Megatron-LM's scripts that build other models than a GPT."""
 _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=((?!.*,\w+=).*)", re.DOTALL)
 _PAIRS = ("optim_args",)
 """Options whose value is `name=value,...`."""
@@ -326,6 +328,12 @@ def _read_command(
     script = _script_at(words)
     launcher, command = words[:script], words[script:]
     program = Path(command[0]).name if command else ""
+    if program == "axolotl" and "--" in command:  # what follows is its launcher's, by default accelerate's
+        separator = command.index("--")
+        chosen_launcher = str(dict(options_of(command[:separator])).get("launcher", "accelerate"))
+        launcher, command = [*launcher, chosen_launcher, *command[separator + 1 :]], command[:separator]
+    if launcher[-1:] == ["-m"]:
+        launcher = launcher[:-1]
     launched = dict(options_of(launcher, _FLAGS))
     if program == "run_train.sh":  # torchtitan's, with its defaults
         environment.setdefault("NGPU", "8")
@@ -395,6 +403,9 @@ def _read_command(
         }
         facts = _merge_facts(_merge_facts(further, facts), {"unread": user_settings})
     else:
+        if framework.name == "megatron" and (kind := _OTHER_MODELS.search(command[0] if command else "")):
+            note = f"{program} trains another kind of model ({kind[1]}): its flags are read as those of a GPT"
+            facts = _merge_facts({"notes": [note]}, facts)
         if program in ("litgpt", "trl") and len(command) > 1:
             settings["subcommand"] = command[1]
         elif framework.name == "trl":

@@ -1205,3 +1205,21 @@ def test_first_layers_without_experts_are_counted_in_both_spellings():
         settings |= {"multi-latent-attention": True, "moe-layer-freq": order, "moe-ffn-hidden-size": 64}
         reader = find_framework("megatron").reading(settings, "x")
         assert reader.facts["architecture"]["first_k_dense_replace"] == 1
+
+
+def test_options_behind_dashes_are_those_of_axolotls_launcher(tmp_path):
+    (tmp_path / "a.yaml").write_text("base_model: gpt2\nsequence_len: 64\nadapter: lora\n")
+    for options in ("--launcher torchrun -- --nproc_per_node=2 --nnodes=2", "-- --num_processes 4"):
+        trainer = read(f"axolotl train {tmp_path}/a.yaml --micro-batch-size 3 {options}")
+        assert trainer.devices == 4 and trainer.config["micro_batch"] == 3 and not trainer.unread
+    assert not read(f"accelerate launch --num_processes 4 -m axolotl.cli.train {tmp_path}/a.yaml").unread
+
+
+def test_a_script_of_another_kind_of_model_is_named():
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --seq-length 64 --fp16"
+    notes = {
+        script: read(f"torchrun --nproc_per_node 1 {script} {flags}").notes
+        for script in ("pretrain_bert.py", "pretrain_gpt.py")
+    }
+    assert any("another kind of model (bert)" in note for note in notes["pretrain_bert.py"])
+    assert not any("another kind" in note for note in notes["pretrain_gpt.py"])
