@@ -17,7 +17,7 @@ from ..models.request import ModelRequest
 from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from .decisive import Fact, deciding_facts, without
-from .document import finite
+from .document import finite, numbers
 from .estimate import Estimate
 from .estimator import Estimator
 from .facts.model_facts import FactsSource
@@ -26,7 +26,7 @@ from .facts.traced import TracedFacts
 from .faster import Faster, faster_configurations
 from .hardware import Hardware, find_hardware
 from .predictor import Predictor
-from .resolved_cache import CachedFacts, ResolvedModel, key_of_model, load_model, resolved_model, store
+from .resolved_cache import CachedFacts, ResolvedModel, key_of_model, load, resolved_model, store
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
 from .trainers import Trainer, assumed, built, find_trainer, trainer_of
@@ -93,7 +93,7 @@ class Check:
             "not_read": {name: str(value) for name, value in self.trainer.unread.items()},
             "without": list(self.without),
             "fits": self.fits,
-            **_numbers(estimate),
+            **numbers(estimate),
             **({"probability_fits": None} if self.without else {}),
             "memory_limit_mib": finite(estimate.memory_limit_mib),
             "margin_mib": finite(estimate.memory_limit_mib - estimate.peak_memory_mib),
@@ -104,7 +104,7 @@ class Check:
                     "config": faster.config.to_dict(),
                     "gain": finite(faster.gain),
                     "changes": [asdict(change) for change in faster.changes],
-                    **_numbers(faster.estimate),
+                    **numbers(faster.estimate),
                 }
                 for faster in self.faster
             ],
@@ -112,20 +112,6 @@ class Check:
             "assumed": list(self.assumed),
             "findings": list(self.findings),
         }
-
-
-def _numbers(estimate: Estimate) -> dict[str, Any]:
-    names = (
-        "probability_fits",
-        "step_ms",
-        "step_ms_low",
-        "step_ms_high",
-        "peak_memory_mib",
-        "memory_low",
-        "memory_high",
-    )
-    numbers = {name: finite(getattr(estimate, name)) for name in (*names, "throughput", "mfu")}
-    return {**numbers, "unit": estimate.unit, "binds": estimate.binds}
 
 
 def check(
@@ -307,7 +293,7 @@ def _model(
         return TracedFacts(workload, hardware.operators, hardware.liger)
 
     key = key_of_model(ModelRequest(target, seq_len=length, lora=trainer.lora))
-    resolved = None if key is None else load_model(key)
+    resolved = None if key is None else load(key, ResolvedModel)
     if resolved is not None:
         source: FactsSource = CachedFacts(resolved.model_id, hardware.operators, hardware.liger, trace)
     else:

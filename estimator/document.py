@@ -10,6 +10,7 @@ from ..knobs.lossy import lossy_in, lossy_values
 from ..knobs.rules import RuleContext
 from ..models.spaces import lossy_of_space
 from ..space import Config, Space
+from .estimate import Estimate
 from .estimator import Estimator
 from .facts.model_facts import ModelFacts
 from .fullest import FullestRank, fullest_rank
@@ -87,19 +88,9 @@ def entry(ranked: Ranked, devices: int) -> dict[str, Any]:
     return {
         "config": ranked.config.to_dict(),
         "lossy": lossy_values(ranked.config, ranked.lossy),
-        "throughput": finite(estimate.throughput),
-        "unit": estimate.unit,
-        "step_ms": finite(estimate.step_ms),
-        "step_ms_low": finite(estimate.step_ms_low),
-        "step_ms_high": finite(estimate.step_ms_high),
-        "peak_memory_mib": finite(estimate.peak_memory_mib),
-        "memory_low": finite(estimate.memory_low),
-        "memory_high": finite(estimate.memory_high),
+        **numbers(estimate),
         "fits": estimate.fits,
-        "probability_fits": finite(estimate.probability_fits),
         "throughput_per_device": finite(estimate.throughput / devices),
-        "mfu": finite(estimate.mfu),
-        "binds": estimate.binds,
         "breakdown": {name: finite(value) for name, value in estimate.breakdown.items()},
     }
 
@@ -152,6 +143,18 @@ def _planned(role: str, ranked: Ranked, devices: int) -> dict[str, Any]:
             "probability_fits": finite(estimate.probability_fits),
         },
     }
+
+
+_NUMBERS = (
+    "throughput", "step_ms", "step_ms_low", "step_ms_high", "peak_memory_mib", "memory_low", "memory_high", "probability_fits",
+    "mfu",
+)  # fmt: skip
+
+
+def numbers(estimate: Estimate) -> dict[str, Any]:
+    """An estimate's numbers, with the unit of the throughput and what binds, as plain data."""
+    values = {name: finite(getattr(estimate, name)) for name in _NUMBERS}
+    return {**values, "unit": estimate.unit, "binds": estimate.binds}
 
 
 def finite(value: float) -> float | None:

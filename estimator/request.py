@@ -119,7 +119,7 @@ def _resolved(
     otherwise resolved, with the model of an earlier request if there is one."""
     device = device_of(machine)
     key = key_of(request, device, devices)
-    cached = None if key is None else load(key)
+    cached = None if key is None else load(key, ResolvedRequest)
     if cached is not None:
 
         def remake() -> TracedFacts:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import __version__
 from ..base.device import Device
@@ -73,6 +73,9 @@ class ResolvedRequest(ResolvedModel):
             space=resolved.space,
             notes=resolved.notes + _of_experts(model.shape, resolved.space),
         )
+
+
+CachedT = TypeVar("CachedT", bound=ResolvedModel)
 
 
 def resolved_model(workload: Workload) -> ResolvedModel:
@@ -137,23 +140,14 @@ def key_of_model(request: ModelRequest, context: Mapping[str, Any] | None = None
     return digest({**model, **made_by, **(context or {})})
 
 
-def load(key: str) -> ResolvedRequest | None:
-    """The request of a key; None if there is none, or it cannot be read."""
+def load(key: str, kind: type[CachedT]) -> CachedT | None:
+    """The model or the request of a key; None if there is none, or it cannot be read."""
     data = disk_cache.load_json(_file(key))
     try:
-        if not isinstance(data, dict):
-            return None
-        return ResolvedRequest(**{**data, "space": Space.from_dict(data["space"]), "notes": tuple(data["notes"])})
+        if isinstance(data, dict) and "space" in data:
+            data = {**data, "space": Space.from_dict(data["space"]), "notes": tuple(data["notes"])}
+        return kind(**data) if isinstance(data, dict) else None
     except (KeyError, SpaceError, TypeError):  # written by another version, or damaged
-        return None
-
-
-def load_model(key: str) -> ResolvedModel | None:
-    """The model of a key; None if there is none, or it cannot be read."""
-    data = disk_cache.load_json(_file(key))
-    try:
-        return ResolvedModel(**data) if isinstance(data, dict) else None
-    except TypeError:  # written by another version, or damaged
         return None
 
 
