@@ -23,15 +23,6 @@ def test_a_call_runs_in_another_process_and_gives_its_result():
     assert len({pid for _, pid in found} | {os.getpid()}) == 4
 
 
-def test_the_parent_need_not_wait():
-    before = time.monotonic()
-    calls = [ForkedCall(lambda: time.sleep(1.0)) for _ in range(2)]
-    assert time.monotonic() - before < 0.9, "starting one does not wait for its end"
-    for call in calls:
-        call.result()
-    assert time.monotonic() - before < 1.9, "both slept at the same time"
-
-
 def test_a_result_that_exceeds_the_pipe_arrives_whole():
     assert ForkedCall(lambda: b"x" * 3_000_000).result() == b"x" * 3_000_000
 

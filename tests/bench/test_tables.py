@@ -1,11 +1,9 @@
 """Published tables are read as runs: bad rows, unknown columns and unknown sources are reported and left out."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from redline.base.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,14 +33,6 @@ GOLDEN = f"""{GOLDEN_COLUMNS}
 gpt,gpt_one,h100,0.5,4.0,8,640,,8,,1024,,2,32,2,2,1,,,true,true,,,,full,transformer_engine,true,,,
 moe,moe_one,h100,0.5,4.0,8,640,,8,,1024,,2,32,2,2,,,8,true,true,,,,,transformer_engine,,,,
 gpt,gpt_two,h100,,,8,640,,8,,1024,,2,32,2,2,,,,,,,,,,transformer_engine,,,,
-"""
-IBM_COLUMNS = (
-    "framework_config,mem_nvidia_mem_reserved,mem_peak_torch_mem_alloc_in_bytes,model_name_or_path,num_gpus,peft_method,"
-    "per_device_train_batch_size,torch_dtype,train_samples_per_second,train_tokens_per_second"
-)
-IBM = f"""{IBM_COLUMNS}
-none,60000,42949672960,mistralai/Mistral-7B-v0.1,2,,4,bfloat16,2.0,4096
-none,60000,,mistralai/Mistral-7B-v0.1,1,,16,bfloat16,,
 """
 
 
@@ -109,33 +99,6 @@ def test_megatrons_goldens_have_their_degrees_and_the_last_ranks_memory(tables, 
 )
 def test_experts_are_spread_as_recipes_say(tables, degrees, knobs):
     assert tables.form.spread_of(*degrees, {"dp": 8}) == knobs
-
-
-@pytest.mark.parametrize("degrees", [(2, 4, 2), (16, 4, 4), (64, 4, 1)])
-def test_experts_that_cannot_be_spread_so_are_left_out(tables, degrees):
-    with pytest.raises(tables.form.Left, match="experts over"):
-        tables.form.spread_of(*degrees, {"dp": 8})
-
-
-def test_rows_without_a_number_failed(tables, tmp_path):
-    found = source(tables, tmp_path / "trainer", a100_csv=IBM)
-    assert found.left == []
-    ran, failed = found.runs
-    assert (ran.failed, failed.failed) == (False, True)
-    assert ran.setup["seq_len"] == 4096 and ran.memory_mib == 40960 and not ran.setup["reserved_memory"]
-    assert failed.setup["seq_len"] == 4096 and failed.step_ms is None
-
-
-def test_a_folder_of_sources_is_read_and_a_name_that_is_not_there_is_refused(tables, tmp_path):
-    source(tables, tmp_path / "one", some_csv=MOSAIC)
-    source(tables, tmp_path / "other", what_csv="colour,taste\nred,sweet\n")
-    (tmp_path / "kernels").mkdir()
-    found = {each.name: each for each in tables.read_tables(tmp_path)}
-    assert set(found) == {"one", "other"}
-    assert found["other"].runs == [] and found["other"].left == ["what.csv:2: its form is unknown"]
-    with pytest.raises(UsageError, match="no source 'two': there are one, other"):
-        tables.read_tables(tmp_path, ["two"])
-    assert [each.name for each in tables.read_tables(tmp_path / "one")] == ["one"]
 
 
 def test_calibration_by_other_rows_of_the_device_takes_a_common_factor_away(tables, tmp_path):
@@ -205,18 +168,6 @@ def test_a_source_that_is_left_out_is_predicted_by_what_the_others_say(tables):
     assert last.plain < 1e-9 and last.out < 0.02
 
 
-def test_the_command_prints_a_line_for_each_source(tmp_path):
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "a.csv").write_text(MOSAIC)
-    command = [sys.executable, str(ROOT / "bench" / "estimator.py"), "--tables", str(tmp_path), "--seeds", "1"]
-    done = subprocess.run([*command, "--source", "made"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    line = next(each for each in done.stdout.splitlines() if each.startswith("made "))
-    assert line.split()[1:3] == ["1", "7"]
-    done = subprocess.run([*command, "--source", "none"], capture_output=True, text=True)
-    assert done.returncode == 1 and "there is no source 'none': there are made" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -252,17 +203,6 @@ def test_the_interval_of_a_device_without_measured_runs_holds_its_bias_and_that_
     assert cover(0, slower=2.0) == 0
 
 
-def test_left_out_rows_are_grouped_by_reason_with_their_places():
-    code = (
-        "import estimator; print(estimator.reasons(['a.csv:2: adapters', 'a.csv:3: adapters', 'b.csv:9: adapters', "
-        "'a.csv:5: no batch', 'page.txt: its form is unknown']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "bench", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "3 rows, adapters: a.csv:2-3; b.csv:9" in done.stdout and "1 row, no batch: a.csv:5" in done.stdout
-    assert "1 row, its form is unknown: page.txt" in done.stdout
-
-
 STATED = """source,model,hw,gpus,precision,seq,tp,pp,cp,ep,etp,vp,mb,gbs,meas_s,container
 a recipe,llama3-70b,gb200,64,bf16,8192,1,4,1,1,1,5,1,128,5.0,
 a recipe,llama3-70b,gb200,64,,8192,1,4,1,1,1,5,1,128,5.0,
@@ -278,20 +218,3 @@ def test_rows_that_state_a_recipe_are_read_with_the_facts_of_their_version(table
     assert (
         first.config["virtual_stages"] == 5 and first.config["grad_accum"] == 8 and later.setup["products"] == "mxfp8"
     )
-
-
-def test_a_source_without_rows_prints_its_reasons_and_no_table_of_rows(tmp_path):
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "a.csv").write_text("colour,taste\nred,sweet\n")
-    command = [
-        sys.executable,
-        str(ROOT / "bench" / "estimator.py"),
-        "--tables",
-        str(tmp_path),
-        "--rows",
-        "--seeds",
-        "1",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "1 row, its form is unknown: a.csv:2" in done.stdout and "Traceback" not in done.stderr
-    assert done.returncode == 1 and "no row of" in done.stderr

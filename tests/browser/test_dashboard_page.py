@@ -2,7 +2,6 @@
 run."""
 
 import csv
-import re
 import shutil
 import threading
 import time
@@ -57,88 +56,6 @@ def test_the_list_shows_every_run_with_sparkline_state_and_what_is_damaged(tab, 
     assert "run.yaml" in tab.locator(".problems").inner_text()
 
 
-@pytest.fixture(scope="module")
-def searches(tmp_path_factory, disk):
-    """Runs of one model with different states: measured, simulated, lossy, without a winner, stopped."""
-    root = tmp_path_factory.mktemp("searches") / "runs"
-    plain = [({"precision": "fp32"}, disk.measured(1000.0)), ({"precision": "bf16"}, disk.measured(2000.0))]
-    lossy = [*plain, ({"precision": "bf16_pure"}, disk.measured(4_604_248.0))]
-    out = disk.Measurement(status=Status.OOM, reason="out of memory", peak_memory_mib=2000.0)
-    disk.write_search(root / "plain", plain)
-    disk.write_search(
-        root / "team" / "simulated",
-        lossy,
-        simulated=True,
-        lossy={"precision": ["bf16_pure"]},
-        devices={"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64},
-    )
-    disk.write_search(root / "nothing", [({"precision": each}, out) for each in ("fp32", "bf16")])
-    disk.write_search(root / "stopped", plain, finished=False)
-    return root
-
-
-@pytest.fixture(scope="module")
-def searches_address(searches, serving_factory):
-    with serving_factory() as start:
-        yield start(searches)
-
-
-def test_no_unit_breaks_in_the_list_at_any_width(tab, searches_address, overflow):
-    tab.goto(searches_address)
-    tab.locator(".run-line").nth(3).wait_for()
-    for width in (320, 390, 600, 861, 1000, 1280):
-        tab.set_viewport_size({"width": width, "height": 900})
-        heights = tab.evaluate(
-            "[...document.querySelectorAll('.run-best .unit')].map((each) => each.getBoundingClientRect().height)"
-        )
-        assert len(heights) == 3 and max(heights) < 30, width
-        assert overflow(tab) == 0
-
-
-def test_runs_of_one_model_are_distinguishable_in_the_list(tab, searches_address):
-    tab.goto(searches_address)
-    tab.locator(".run-line").nth(3).wait_for()
-    lines = {each.get_attribute("data-run"): each for each in tab.locator(".run-line").all()}
-    assert set(lines) == {"plain", "team/simulated", "nothing", "stopped"}
-    for name, line in lines.items():
-        assert name in line.locator(".run-name").inner_text()
-        assert ("64 × h100-80gb" if name == "team/simulated" else "8 × H100") in line.locator(".run-name").inner_text()
-        assert re.search(r"begun \d{4}-\d\d-\d\d \d\d:\d\d$", line.locator(".run-when").inner_text())
-    tags = {name: line.locator(".tag").all_inner_texts() for name, line in lines.items()}
-    assert tags == {"plain": [], "team/simulated": ["simulated", "lossy"], "nothing": [], "stopped": []}
-    assert "predicted" in lines["team/simulated"].locator(".run-best").inner_text()
-    states = {name: line.locator(".state").inner_text() for name, line in lines.items()}
-    assert states == {"plain": "finished", "team/simulated": "finished", "nothing": "no winner", "stopped": "stopped"}
-    assert lines["nothing"].locator(".run-best").inner_text().split() == ["–", "2", "oom"]
-    for words, found in (
-        ("simulated", ["team/simulated"]),
-        ("no winner", ["nothing"]),
-        ("h100-80gb lossy", ["team/simulated"]),
-    ):
-        tab.locator("input[type=search]").fill(words)
-        assert [each.get_attribute("data-run") for each in tab.locator(".run-line").all()] == found
-
-
-def test_a_runs_page_says_which_it_is_and_an_overlay_what_is_simulated(tab, searches_address):
-    tab.goto(f"{searches_address}#/run/team%2Fsimulated")
-    tab.locator("#trials").wait_for()
-    assert "Folder team/simulated" in tab.locator(".identity").inner_text()
-    assert tab.locator("header .tag").all_inner_texts() == ["simulated", "lossy"]
-    assert "Nothing was run" in tab.locator(".verdict").inner_text()
-    tab.goto(f"{searches_address}#/overlay/plain/team%2Fsimulated/nothing")
-    tab.locator("#overlay-winners td").first.wait_for()
-    rows = {
-        each.locator("th").inner_text(): each.locator("td").all_inner_texts()
-        for each in tab.locator("#overlay-winners tbody tr").all()
-    }
-    assert rows["Folder"] == ["plain", "team/simulated", "nothing"]
-    assert rows["Devices"] == ["8 × H100", "64 × h100-80gb", "8 × H100"]
-    assert rows["Numbers"] == ["measured", "simulated: predictions", "measured"]
-    assert rows["State"] == ["finished", "finished", "no winner"]
-    assert rows["precision"] == ["bf16", "bf16_pure (lossy)", "–"]
-    assert "different units" not in tab.locator("main").inner_text()
-
-
 @pytest.mark.parametrize("page", ["run/gone", "overlay/gone/kept"])
 def test_the_page_of_a_run_deleted_meanwhile_says_so_asks_no_more_and_leads_to_the_list(
     tab, tmp_path, disk, serving, expect, page
@@ -160,20 +77,6 @@ def test_the_page_of_a_run_deleted_meanwhile_says_so_asks_no_more_and_leads_to_t
     problems.locator("a", has_text="All runs").click()
     expect(tab.locator(".run-line")).to_have_count(1)
     tab.errors.clear()  # the browser logs the 404
-
-
-def test_a_trial_opened_as_its_run_is_deleted_says_why_there_is_no_log(tab, tmp_path, disk, serving, expect):
-    disk.write_run(tmp_path / "runs" / "gone", 3)
-    disk.write_run(tmp_path / "runs" / "kept", 3)
-    tab.goto(f"{serving(tmp_path / 'runs')}#/run/gone")
-    tab.route("**/api/run?*", lambda route: route.fulfill(status=204))  # the page itself has not noticed yet
-    tab.locator("tr[data-trial='0']").wait_for()
-    shutil.rmtree(tmp_path / "runs" / "gone")
-    tab.locator("tr[data-trial='0']").click()
-    expect(tab.locator("dialog")).to_contain_text(re.compile("no longer exists|unknown run"))
-    tab.goto("about:blank")  # stops the page's requests
-    assert [each for each in tab.errors if "404" not in each] == []
-    tab.errors.clear()
 
 
 def test_pages_fit_phone_and_desktop_in_both_schemes(tab, address, phone, desktop, overflow):

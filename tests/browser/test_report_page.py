@@ -1,14 +1,12 @@
 """The report in a real browser: it draws, fits, copies, prints, and executes nothing from a run."""
 
 import csv
-import itertools
 import random
 import re
 
 import pytest
-from redline.results import Measurement, Status, summary
+from redline.results import Status, summary
 from redline.views.report import RunFiles, document, write_report
-from redline.views.report.page import asset
 
 SECTIONS = [
     "headline",
@@ -52,24 +50,6 @@ def test_every_figure_is_drawn_at_both_widths_and_in_both_schemes_without_overfl
     assert "last words" in tab.locator("#failures").inner_text()
 
 
-def test_no_labels_of_an_axis_overlap(tab, made, phone, desktop):
-    for size in (desktop, phone):
-        tab.set_viewport_size(size)
-        tab.goto(made[0].as_uri())
-        tab.locator("#timeline .plot svg").wait_for()
-        clashes = tab.evaluate("""() => {
-          const bad = [];
-          for (const chart of document.querySelectorAll("#progress svg, #memory .plot svg, #predicted svg, #timeline .plot svg, #effects svg")) {
-            const boxes = [...chart.querySelectorAll("text:not([transform])")].filter(t => t.textContent && !t.classList.contains("note")).map(t => [t.textContent, t.getBoundingClientRect()]);
-            boxes.forEach(([a, x], i) => boxes.slice(i + 1).forEach(([b, y]) => {
-              if (x.left < y.right - 1 && y.left < x.right - 1 && x.top < y.bottom - 4 && y.top < x.bottom - 4) bad.push(a + " | " + b);
-            }));
-          }
-          return bad;
-        }""")
-        assert clashes == []
-
-
 def test_the_table_sorts_and_filters(tab, made):
     path, trials = made
     tab.goto(path.as_uri())
@@ -106,18 +86,6 @@ def test_every_format_of_the_winner_is_copied_as_it_is(tab, made):
         tab.locator(f"[data-copy={name}]").click()
         tab.locator("[data-copy].done").wait_for()
         assert tab.evaluate("navigator.clipboard.readText()") == each["text"]
-
-
-def test_the_winner_is_copied_where_there_is_no_clipboard(tab, made):
-    tab.goto(made[0].as_uri())
-    tab.evaluate("""() => {
-      Object.defineProperty(navigator, "clipboard", { value: undefined });
-      document.addEventListener("copy", () => { window.copied = document.activeElement.value; });
-    }""")
-    tab.locator("#winner [data-target=json]").click()
-    tab.locator("[data-copy]").click()
-    tab.locator("[data-copy].done").wait_for()
-    assert '"micro_batch"' in tab.evaluate("window.copied")
 
 
 def test_a_value_of_the_parallel_coordinates_keeps_its_trials_only(tab, made):
@@ -180,48 +148,6 @@ def test_a_lossy_winner_is_marked_in_title_headline_table_and_space(tab, simulat
     assert tab.locator(".tag-lossy, .caution").count() == 0
 
 
-def test_a_run_can_be_told_from_others_by_folder_devices_and_when(tab, simulated):
-    tab.goto(simulated.as_uri())
-    identity = tab.locator(".identity").inner_text()
-    assert "Folder run-7" in identity and "Devices 64 × h100-80gb" in identity
-    assert re.search(r"Started \d{4}-\d\d-\d\d \d\d:\d\d", identity)
-
-
-BROKEN = """(words) => {
-  const broken = [];
-  const walker = document.createTreeWalker(document.querySelector("#headline"), NodeFilter.SHOW_TEXT);
-  let seen = 0;
-  while (walker.nextNode()) {
-    const node = walker.currentNode;
-    for (let at = node.data.indexOf(words); at >= 0; at = node.data.indexOf(words, at + 1)) {
-      const range = document.createRange();
-      range.setStart(node, at);
-      range.setEnd(node, at + words.length);
-      seen += 1;
-      if (new Set([...range.getClientRects()].map((each) => Math.round(each.top))).size > 1) broken.push(node.data);
-    }
-  }
-  return [seen, broken];
-}"""
-
-
-def test_the_headline_does_not_break_inside_a_unit_on_any_phone(tab, simulated, disk, tmp_path, overflow):
-    outcomes = [({"precision": "fp32"}, disk.measured(1000.0)), ({"precision": "bf16"}, disk.measured(705_123.0))]
-    pages = [simulated, write_report(disk.write_search(tmp_path / "run", outcomes))]
-    disk.write_run(
-        tmp_path / "one", 0, trials=[disk.trial(0, random.Random(1), Status.OK)]
-    )  # its throughput is shown large
-    pages.append(write_report(tmp_path / "one"))
-    for path in pages:
-        tab.goto(path.as_uri())
-        tab.locator(".verdict").wait_for()
-        for width in range(320, 450, 5):
-            tab.set_viewport_size({"width": width, "height": 844})
-            seen, broken = tab.evaluate(BROKEN, "tokens/s")
-            assert seen >= 2 and broken == [], width
-            assert overflow(tab) == 0
-
-
 ELEVEN = {
     "tp": (1, 2, 4, 8), "pipeline_schedule": ("gpipe", "1f1b", "interleaved_1f1b"), "checkpoint_ratio": (0.0, 0.25, 0.5, 0.75, 1.0),
     "attention": ("sdpa", "eager", "flash_attention_2"), "fused_optimizer": (True, False), "sequence_parallel": (True, False),
@@ -263,43 +189,6 @@ def test_no_label_of_eleven_knobs_is_clipped(tab, eleven, width):
         assert sorted(tab.locator(f"#parallel text.choice[data-knob={name}]").all_text_contents()) == values
 
 
-def test_values_of_the_parallel_coordinates_do_not_overlap(tab, eleven, phone, desktop):
-    for size in (phone, desktop):
-        tab.set_viewport_size(size)
-        tab.goto(eleven.as_uri())
-        tab.locator("#parallel svg.chart").wait_for()
-        assert (
-            tab.evaluate("""() => {
-          const boxes = [...document.querySelectorAll("#parallel .axis-value, #parallel .axis-name")].map((each) => [each.textContent, each.getBoundingClientRect()]);
-          return boxes.flatMap(([a, x], at) => boxes.slice(at + 1).filter(([, y]) => x.left < y.right - 1 && y.left < x.right - 1 && x.top < y.bottom - 4 && y.top < x.bottom - 4).map(([b]) => `${a} | ${b}`));
-        }""")
-            == []
-        )
-
-
-def test_the_timeline_s_height_is_limited(tab, tmp_path, disk, simulated):
-    def run(name, devices, step):
-        outcomes = [
-            ({"a": n}, disk.measured(1000.0 + n, devices=devices(n), started=1.7e9 + step * n, seconds_total=150.0))
-            for n in range(20)
-        ]
-        return write_report(disk.write_search(tmp_path / name, outcomes))
-
-    # The second has the timestamps of earlier simulated runs: all at once by this machine's clock.
-    pages = [
-        simulated,
-        run("old", lambda n: 64, 0.01),
-        run("mixed", lambda n: 2 ** (n % 10), 0.01),
-        run("few", lambda n: 1 + n % 4, 150.0),
-    ]
-    captions = ["One trial at a time", "20 trials at once", "20 trials at once", "4 devices"]
-    for path, words in zip(pages, captions):
-        tab.goto(path.as_uri())
-        box = tab.locator("#timeline .plot svg").bounding_box()
-        assert 50 < box["height"] < 340
-        assert words in tab.locator("#timeline .plot svg").text_content()
-
-
 @pytest.fixture(scope="module")
 def again(tmp_path_factory, disk):
     """The default at 1000, a winner at 3000 that is 2000 when measured again, and 2500 measured once."""
@@ -312,29 +201,6 @@ def again(tmp_path_factory, disk):
             tmp_path_factory.mktemp("again") / "run", outcomes, {1: [1980.0, 2020.0], 0: [1000.0, 1000.0]}
         )
     )
-
-
-def test_a_remeasured_winner_shows_one_number_and_names_the_first(tab, again):
-    tab.goto(again.as_uri())
-    assert tab.locator(".big").inner_text() == "2.00×"
-    assert "Trial 1 trains at 2,000\u00a0tokens/s" in tab.locator(".verdict").inner_text()
-    tile = tab.locator(".tile").first.inner_text()
-    assert re.search(r"2,000\s+tokens/s", tile) and re.search(r"±\u00a0\d[\d.]*\u00a0% over 2 re-measurements", tile)
-    assert "first 3,000\u00a0tokens/s" in tile
-    # 30 % at 3000 tokens/s is 20 % at 2000.
-    assert "20\u00a0% of bf16 peak" in tile
-    header = tab.locator("#trials thead th").all_inner_texts()
-    cells = tab.locator("#trials tr[data-trial='1'] td").all_inner_texts()
-    row = dict(zip((each.strip() for each in header), cells))
-    assert (row["tokens/s"], row["First"], row["MFU"], row["Step, ms"]) == (
-        "2,000",
-        "3,000",
-        "20\u00a0% of bf16",
-        "500",
-    )
-    tab.locator("tr[data-trial='1']").click()
-    text = tab.locator("dialog").inner_text()
-    assert re.search(r"First\s+3,000", text) and re.search(r"Measured again\s+1,980, 2,020", text)
 
 
 def test_a_winner_below_others_is_explained_and_they_are_marked(tab, again, made):
@@ -368,39 +234,6 @@ def test_a_winner_below_others_is_explained_and_they_are_marked(tab, again, made
     assert abs(star["y"] + star["height"] / 2 - best["y"]) < 2
     tab.goto(made[0].as_uri())
     assert tab.locator(".mark.once, .revised").count() == 0 and "cannot win" not in tab.locator("main").inner_text()
-
-
-def test_a_tie_goes_to_the_smaller_memory_and_says_so(tab, tmp_path, disk):
-    outcomes = [
-        ({"a": 0}, disk.measured(1000.0, peak_memory_mib=100.0)),
-        ({"a": 1}, disk.measured(1010.0, peak_memory_mib=900.0)),
-    ]
-    tab.goto(
-        write_report(disk.write_search(tmp_path / "run", outcomes, {0: [990.0, 1010.0], 1: [1000.0, 1020.0]})).as_uri()
-    )
-    assert (
-        "Trial 1 is faster than the winner by no more than the error: between equal trials the one with more free memory wins"
-        in tab.locator("#progress .lead").inner_text()
-    )
-
-
-def test_an_unknown_spread_is_shown_as_unknown(tab, tmp_path, disk):
-    outcomes = [({"a": n}, disk.measured(1000.0 + n, step_ms=None, step_ms_spread=None)) for n in range(2)]
-    tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes)).as_uri())
-    assert "±\u00a0unknown: measured once" in tab.locator(".tile").first.inner_text()
-
-
-def test_ticks_say_where_they_stand(tab, made):
-    """With a step of 2.5 the labels must not be 3, 5, 8, 10."""
-    tab.goto(made[0].as_uri())
-    script = "".join(f"{asset(f'js/{name}.js')}\n" for name in ("format", "draw/scale"))
-    labels = tab.evaluate(
-        f"() => {{ {script}; return [[0, 20, 9], [0, 2, 9], [0, 2000, 9], [0, 0.02, 9], [0, 10, 5]].map(([a, b, n]) => {{ const s = linear(a, b, 0, 1, n); return s.ticks.map(s.label); }}); }}"
-    )
-    for each in labels:
-        values = [float(label.replace(",", "")) for label in each]
-        steps = {round(b - a, 9) for a, b in itertools.pairwise(values)}
-        assert len(steps) == 1, each
 
 
 def show_table(tab, folder, rows):
@@ -469,55 +302,3 @@ def test_five_thousand_trials_stay_quick_to_draw_and_to_scroll(tab, tmp_path, di
     # The rows from row 4000 on, and eight before them.
     expect(tab.locator("#trials .spacer td").first).to_have_css("height", f"{(4000 - 8) * 30}px")
     assert 10 < tab.locator("#trials tbody tr[data-trial]").count() < 80
-
-
-def test_the_printed_report_fits_the_paper_and_has_all_rows(tab, made, tmp_path):
-    path, trials = made
-    tab.goto(path.as_uri())
-    # Records the rows while the browser prints.
-    tab.evaluate(
-        "() => { window.printed = 0; addEventListener('beforeprint', () => { window.printed = document.querySelectorAll('#trials tr[data-trial]').length; }); }"
-    )
-    tab.pdf(path=str(tmp_path / "report.pdf"), format="A4")
-    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
-    assert tab.evaluate("window.printed") == len(trials)
-    assert tab.locator("#trials tr[data-trial]").count() < len(trials)
-    tab.emulate_media(media="print", color_scheme="dark")
-    tab.set_viewport_size({"width": 718, "height": 1000})
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 718
-    assert tab.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
-
-
-@pytest.mark.parametrize(
-    ("title", "ratio", "words"),
-    [
-        ("step time", 9.08, "typically 9.1 times slower than predicted"),
-        ("throughput", 0.1, "typically 10 times slower than predicted"),
-        ("throughput", 3.0, "typically 3 times faster than predicted"),
-        ("peak memory", 2.5, "typically 2.5 times more than predicted"),
-        (
-            "step time",
-            1.1,
-            "half of the predictions are within 8 % of the measured step time, which is typically 1.1 times the predicted one",
-        ),
-    ],
-)
-def test_a_prediction_that_is_far_off_is_off_by_a_factor(tab, title, ratio, words):
-    tab.set_content("<!doctype html><main></main>")
-    scripts = "".join(asset(f"js/{name}.js") for name in ("dom", "format", "charts/predicted"))
-    call = f"agreement({{seen: 'measured'}}, {title!r}, {{ratio: {ratio}, error: 0.08}})"
-    shown = tab.evaluate(f"() => {{ {scripts} return {call}; }}")
-    assert shown.replace("\u00a0", " ") == words
-
-
-@pytest.mark.parametrize(("spread", "large"), [(0.2, "No gain shown"), (0.05, "1.22×")])
-def test_a_gain_whose_interval_includes_1_is_not_drawn_as_one(tab, tmp_path, disk, spread, large):
-    crash = Measurement(status=Status.CRASH, reason="OSError: file too short")
-    outcomes = [
-        ({"a": 0}, disk.measured(627.4, step_ms=1.0, step_ms_spread=0.068)),
-        ({"a": 1}, disk.measured(763.8, step_ms=1.0, step_ms_spread=spread)),
-        ({"a": 2}, crash),
-    ]
-    tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes, {})).as_uri())
-    assert tab.locator(".big").inner_text() == large
-    assert "2 ok, 1 crash; trial 2 ended as crash: OSError: file too short" in tab.locator("#ended").inner_text()

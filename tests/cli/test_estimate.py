@@ -8,8 +8,7 @@ from command_line import run
 from redline.base.errors import UsageError
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
-from redline.estimator.plans import choose, plan_of
-from redline.estimator.request import estimate_request
+from redline.estimator.plans import plan_of
 from redline.estimator.survey import survey
 from shape_requests import shape_request
 from small_llama import small_llama
@@ -53,32 +52,6 @@ def test_the_best_are_different_plans_ranked_by_throughput_times_the_chance_to_f
     assert unfit == (~table.fits).sum()
 
 
-def test_each_plan_is_shown_with_its_figures_in_lines_that_fit_and_the_next_commands(capsys, small):
-    code, out, _ = run(capsys, "estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--fix", "tp=2")
-    assert code == 0
-    header = next(line for line in out.splitlines() if "MFU" in line)
-    assert all(word in header for word in ("tokens/s", "per GPU", "80 % range", "step", "memory", "fits", "bound by"))
-    lines = out[out.index(header) :].splitlines()[1:]
-    rows = {line.split("  ")[0]: line for line in lines if re.match(r"(fastest|safest|least memory|untuned)  ", line)}
-    assert {"fastest", "least memory", "untuned"} <= set(rows)
-    assert all("GiB" in row and "%" in row for row in rows.values())
-    figures = [row.split(maxsplit=len(name.split()))[-1] for name, row in rows.items()]
-    assert len(set(figures)) == len(rows), "no two rows are the same plan"
-    assert all(len(line) <= 100 for line in out.splitlines() if "redline estimate" not in line), "it would be wrapped"
-    assert out.startswith("small (LlamaForCausalLM) on 8 x a100-40gb")
-    assert "x untuned; fits with a chance of" in out.partition("predicted: ")[2].splitlines()[0]
-    assert "configurations" in out and "ruled out" not in out and "does not fit; most" not in out
-    assert out.splitlines()[-1].strip().startswith("redline export plan.yaml --to accelerate")
-
-
-def test_a_sampled_space_leads_to_its_best_plan(question, monkeypatch):
-    whole = choose(question.estimator, question.space)
-    monkeypatch.setattr("redline.estimator.plans.DRAWN", 300)
-    found = choose(question.estimator, question.space)
-    assert found.survey.predicted == 300 < found.survey.valid
-    assert found.best[0].estimate.throughput == pytest.approx(whole.best[0].estimate.throughput, rel=1e-6)
-
-
 def test_a_plan_file_is_what_export_reads(capsys, tmp_path, small):
     import yaml
 
@@ -101,6 +74,7 @@ def test_a_plan_file_is_what_export_reads(capsys, tmp_path, small):
     assert code != 0 and "has no best with a configuration" in err
 
 
+@pytest.mark.slow
 def test_a_search_begins_with_the_plans(capsys, tmp_path):
     import yaml
     from redline.results import View
@@ -163,11 +137,6 @@ def test_the_cache_serves_only_the_same_request_and_model(tmp_path):
     assert key_of(TrainingRequest("owner/name"), device, 8) is None
 
 
-def test_a_model_of_experts_says_what_is_assumed_of_them():
-    notes = estimate_request("mixtral-tiny", "h100-80gb", devices=2).notes
-    assert any("mixture of 4 experts, 2 a token" in each for each in notes)
-
-
 def test_json_holds_what_the_text_says(capsys, small):
     arguments = ["estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64]
     code, out, err = run(capsys, *arguments, "--json", "--top", 2)
@@ -184,6 +153,7 @@ def test_json_holds_what_the_text_says(capsys, small):
     assert [each["role"] for each in data["plans"]][:2] == ["fastest", "2nd"] and data["plans"][0]["devices"] == 8
 
 
+@pytest.mark.slow
 def test_plans_by_another_trainer_name_it_and_its_facts(capsys, small):
     asked = ["estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--framework", "megatron"]
     code, out, _ = run(capsys, *asked)
@@ -233,6 +203,7 @@ def test_a_configuration_outside_the_space_is_refused_by_its_rule(capsys, config
     assert message in err
 
 
+@pytest.mark.slow
 def test_the_smallest_configuration_is_named_if_none_fits(capsys, small):
     few = [f"--fix={knob}" for knob in ("fusion=false", "kernels=false", "attention=sdpa", "precision=fp16")]
     code, out, _ = run(capsys, "estimate", *small, *few, "--hardware", "t4", "--memory-limit", "200MiB")
@@ -308,17 +279,6 @@ def test_explained_it_says_why_the_others_are_ruled_out(capsys, small):
     assert "does not fit; most of its memory is" in out
 
 
-def test_a_narrow_terminal_goes_without_columns_and_wraps_no_word(question):
-    from redline.cli.estimate_text import body
-
-    found = estimate_document(question)
-    for width in (60, 80, 100):
-        lines = body(found, width=width)
-        assert max(map(len, lines)) <= width
-        whole = {word for line in body(found, width=10_000) for word in line.split() if "=" in word}
-        assert whole <= {word for line in lines for word in line.split()}
-
-
 def test_blocks_by_name_may_hold_commas_within_a_configuration():
     from redline.cli.estimate import config_of
 
@@ -326,44 +286,6 @@ def test_blocks_by_name_may_hold_commas_within_a_configuration():
     assert found == {"micro_batch": 8, "tp": 2, "strategy": "0-3:tp1,ckpt 4-7:zero2"}
     with pytest.raises(UsageError, match="must look like"):
         config_of("micro_batch=8,7")
-
-
-def test_a_sampled_space_reports_the_number_of_samples(question, monkeypatch, capsys, small):
-    whole = survey(question.estimator, question.space)
-    monkeypatch.setattr("redline.estimator.survey.MAX_CONFIGS", 300)
-    drawn = survey(question.estimator, question.space)
-    assert drawn.predicted == 300 < drawn.valid == whole.valid and 0 < drawn.fitting <= 300
-    assert drawn.best[0].estimate.throughput == pytest.approx(whole.best[0].estimate.throughput), "steps lead there"
-    for each in drawn.best:
-        assert each.config in question.space
-        assert each.estimate.throughput == pytest.approx(question.estimator(each.config).throughput)
-    monkeypatch.setattr("redline.estimator.plans.DRAWN", 300)
-    code, out, _ = run(capsys, "estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64)
-    assert code == 0 and "of 300 configurations, drawn from " in out
-
-
-def test_facts_of_software_are_stated_by_version_and_one_by_one(capsys, small):
-    command = ("estimate", *small, "--hardware", "b200", "--devices", 8, "--fix", "tp=2", "--fix", "micro_batch=1")
-    speeds = []
-    for options in (
-        ("--framework", "megatron-bridge"),
-        ("--framework", "megatron-bridge@25.04"),
-        ("--framework", "megatron-bridge", "--assume", "early_kernels=true"),
-    ):
-        code, out, _ = run(capsys, *command, *options, "--json")
-        assert code == 0
-        speeds.append(json.loads(out)["best"][0]["throughput"])
-    latest, first, early = speeds
-    assert latest > first == pytest.approx(early, rel=0.02)
-    code, _, err = run(capsys, *command, "--assume", "early_kernel=true")
-    assert code == 2 and "unknown fact 'early_kernel'; did you mean 'early_kernels'" in err
-
-
-def test_the_verdict_on_a_device_without_a_measured_run_says_so(capsys, small):
-    for hardware, says in (("mi300x", True), ("h100", False)):
-        code, out, _ = run(capsys, "estimate", *small, "--hardware", hardware, "--devices", 1)
-        verdict = " ".join(out.split()).partition("tokens/s per GPU")[0]
-        assert code == 0 and (f"no training on {hardware} was measured" in verdict) is says
 
 
 def test_samples_of_an_image_model_are_images(capsys):

@@ -144,16 +144,6 @@ def test_the_python_script_runs_under_torchrun_as_on_one_device(knobs, alone, tm
         assert (weights[name] - one).abs().mean() < 1e-4, name
 
 
-@pytest.mark.slow
-def test_the_python_script_refuses_another_number_of_processes(tmp_path):
-    trial = Trial(number=0, config={"micro_batch": 2, "dp": 2}, measurement=None)
-    asked = {"workload": {"spec": "llama-tiny"}, "seq_len": 32, "global_batch": 8}
-    (tmp_path / "train.py").write_text(render("python", trial, {"asked": asked}).text)
-    code, _, err = launch(tmp_path / "train.py", cwd=tmp_path)
-    assert code == 2
-    assert "needs 2 processes, not 1: torchrun --nproc-per-node 2 train.py" in err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

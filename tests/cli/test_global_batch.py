@@ -1,11 +1,5 @@
 """Every command takes the same global batch by default, and names it."""
 
-import json
-
-import pytest
-from redline.cli import main
-from redline.cli.estimate_text import head
-from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
 from redline.estimator.request import estimate_request
 from redline.estimator.survey import device_of
@@ -44,27 +38,3 @@ def test_free_accumulation_keeps_the_batch_and_names_other_trainings():
     (note,) = [note for note in task.notes if "batch" in note]
     assert task.workload.global_batch == 32
     assert note.endswith("configurations have the workload's global batch of 32; others are another training")
-
-
-def test_space_and_estimate_print_what_was_chosen(capsys):
-    for arguments in (
-        ["space", "gpt2-tiny", "--devices", "3"],
-        ["estimate", "gpt2-tiny", "--hardware", "h100", "--devices", "3", "--config", "pp=1"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        out = capsys.readouterr().out
-        assert ended.value.code == 0
-        assert "note: global batch: 48, 16 samples a device" in out
-    with pytest.raises(SystemExit):
-        main(["space", "gpt2-tiny", "--devices", "3", "--json"])
-    assert any("global batch: 48" in note for note in json.loads(capsys.readouterr().out)["notes"])
-
-
-def test_an_estimate_with_free_accumulation_names_no_batch():
-    asked = estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2, override={"grad_accum": [1, 2]})
-    assert asked.global_batch is None and asked.space["grad_accum"].values == (1, 2)
-    found = estimate_document(asked)
-    assert found.to_dict()["global_batch"] is None and "global batch" not in " ".join(head(found)[:2])
-    named = estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2)
-    assert "global batch 32" in " ".join(head(estimate_document(named))[:2])

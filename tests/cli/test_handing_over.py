@@ -14,7 +14,6 @@ from redline.results import Measurement, RunFolder, Status
 from redline.results.best import load
 from redline.trainer.strategy import read_source
 from redline.tuner.result import make_result
-from redline.views.report import RunFiles
 
 WORKLOAD = """
 import redline as rl, torch
@@ -115,14 +114,6 @@ def test_workload_does_not_replace_a_named_model(tmp_path, capsys):
     folder = finished(tmp_path / "run", {"model": "gpt2-tiny", "workload": {"spec": "gpt2-tiny"}})
     code, _, err = run(capsys, "export", folder, "--to", "python", "--workload", "other.py:workload")
     assert code == 2 and "is of the model gpt2-tiny, which --workload does not replace" in err
-
-
-@pytest.mark.parametrize(("stopped", "state"), [("interrupted", "stopped"), ("", "finished")])
-def test_an_interrupted_run_is_stopped_everywhere(tmp_path, capsys, stopped, state):
-    folder = finished(tmp_path / "run", {"model": "gpt2-tiny", "request": {"target": "gpt2-tiny"}}, stopped=stopped)
-    assert RunFiles.read(folder).state == state  # the report and the dashboard
-    _, out, _ = run(capsys, "show", folder)
-    assert (f"stopped: `redline tune --out {folder} --resume` continues it" in out) == (state == "stopped")
 
 
 def test_an_interrupted_search_prints_the_line_that_continues_it(tmp_path, capsys):

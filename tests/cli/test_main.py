@@ -245,36 +245,6 @@ main(["tune", "gpt2-tiny"])
     assert "interrupted" in done.stderr
 
 
-METAVARS = {
-    "N", "X", "X X", "NAME", "FILE", "DIR", "SIZE", "TIME", "URL", "ADDRESS", "TEXT", "RUN", "MODEL", "COMMAND", "RULE",
-    "ID", "ID N", "ID NAME", "N,...", "A,B,...", "KNOB=V", "KNOB=V,...", "KNOB=A,B,...", "NAME=VALUE", "FILE:NAME",
-    "NAME|FILE", "NAME|RE", "FILE[:PATH=VALUE]", "FACT=V,...",
-}  # fmt: skip
-
-
-def every_option():
-    context = click.Context(redline)
-    for name in redline.list_commands(context):
-        command = redline.get_command(context, name)
-        for each in [command, *(command.commands.values() if isinstance(command, click.Group) else ())]:
-            for option in each.params:
-                if isinstance(option, click.Option):
-                    yield name, each, option
-
-
-def test_options_of_all_commands_have_one_set_of_metavars_one_out_and_one_json():
-    for name, command, option in every_option():
-        if not option.is_flag and not isinstance(option.type, click.Choice):
-            assert option.make_metavar(click.Context(command)) in METAVARS, (name, option.opts)
-        assert "--output" not in option.opts
-        if "--out" in option.opts:
-            assert "-o" in option.opts, name
-        if "--json" in option.opts:
-            assert option.is_flag and option.name == "as_json"
-        if option.show_default:
-            assert "[default" not in (option.help or ""), (name, option.opts)
-
-
 def test_the_help_of_tune_has_groups_and_every_option_once():
     tune = redline.get_command(click.Context(redline), "tune")
     text = tune.get_help(click.Context(tune, max_content_width=100))

@@ -20,6 +20,7 @@ def sizes(folder, tmp_path, monkeypatch):  # noqa: F811
     return [str(folder("head", **BERT, architectures=[NAME])), "--seq-len", "16", "--global-batch", "4"]
 
 
+@pytest.mark.slow
 def test_the_class_is_named_by_every_command(sizes, capsys):
     code, out, err = run(capsys, "space", *sizes)
     assert code == 0 and f"head: {NAME}" in out, err

@@ -1,7 +1,6 @@
 """Output while a search runs, also while it resumes and while it measures leaders."""
 
 import io
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ from redline.base.errors import UsageError
 from redline.cli.outcome import print_result
 from redline.cli.progress import LineListener, TerminalListener
 from redline.results import Measurement, RunFolder, Status, Trial, summary
-from redline.results.measurement import REFINEMENT
 from redline.space import Config
 from redline.tuner import rank_memory
 from redline.tuner.listener import SearchListener, SearchPlan
@@ -43,14 +41,6 @@ def test_the_footer_of_a_resumed_run_counts_its_earlier_trials():
     listener.on_trial_end(trial(2, 462.0))
     text = shown(listener)
     assert "3 of 8 trials" in text and "best 482 tokens/s (trial 0)" in text and "3 ok" in text
-
-
-def test_skipped_trials_and_the_refined_winner_are_not_counted():
-    listener = TerminalListener(io.StringIO())
-    skipped = replace(trial(1, None), measurement=Measurement(status=Status.SKIPPED, reason="needs as much"))
-    listener.on_start(plan(trial(0, 482.0), skipped))
-    listener.on_trial_end(replace(trial(2, 500.0), sampler=REFINEMENT))
-    assert "1 of 8 trials" in shown(listener) and listener._plan.done == 1
 
 
 def test_measuring_the_leaders_again_has_a_clock_and_an_end(monkeypatch):
@@ -155,13 +145,6 @@ def test_the_end_has_a_gain_with_its_interval_and_names_one_that_is_not_shown(ca
     assert "gain     1.22x ± 0.03" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("launcher", "advised"), [("", True), ("trainer", True), ("axolotl", False), (None, False)])
-def test_an_export_is_advised_for_a_model_and_for_trainers_that_have_one(capsys, tmp_path, launcher, advised):
-    result = make_result([trial(0, 1.0)], ["a"], folder=tmp_path, ended="done", interrupted=False)
-    print_result(result, launcher=launcher)
-    assert ("redline export" in capsys.readouterr().out) is advised
-
-
 def failed(number, status, reason, **more):
     measurement = Measurement(status=status, reason=reason, **more)
     return Trial(
@@ -182,13 +165,3 @@ def test_the_same_crash_everywhere_is_shown_with_the_end_of_its_log(capsys, tmp_
     assert last == "  RuntimeError: no such head" and path == f"next     read {tmp_path}/logs/0.log"
     other = [*trials[:1], failed(1, Status.OOM, "too large")]
     assert summary.fails_everywhere(other) is None
-
-
-def test_the_end_of_a_log_is_that_of_the_rank_that_failed(capsys, tmp_path):
-    (tmp_path / "logs").mkdir()
-    lines = ["[rank 1] ScheduleError: 'norm' is late", *("[rank 0] Connection closed by peer" for _ in range(20))]
-    (tmp_path / "logs" / "0.log").write_text("\n".join(lines))
-    trials = [failed(0, Status.CRASH, "rank 1: ScheduleError: 'norm' is late", log="logs/0.log")]
-    print_result(make_result(trials, ["a"], folder=tmp_path, ended="done", interrupted=False))
-    out = capsys.readouterr().out
-    assert "  [rank 1] ScheduleError: 'norm' is late\n" in out and "Connection closed" not in out

@@ -87,14 +87,3 @@ def test_compare_needs_two_runs_that_are_there(capsys, folder):
     assert code == 2 and "--top, --status, --sort, --columns and --storage are for one run" in err
     code, _, err = run(capsys, "show", folder, folder.parent / "none")
     assert code == 2 and "there is no folder" in err
-
-
-@pytest.mark.parametrize("width", ["40", "80", "200"])
-def test_model_names_are_not_truncated_at_any_width(capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", width)
-    code, out, _ = run(capsys, "models")
-    from redline.models.presets import PRESETS
-
-    assert code == 0 and "…" not in out
-    assert {line.split()[0] for line in out.splitlines()[1:]} == set(PRESETS)
-    assert "151,936" in out

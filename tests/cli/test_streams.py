@@ -50,20 +50,3 @@ def test_a_search_outlives_the_reader_of_its_output(shell, tmp_path):
     assert code == 0 and out == "starting workers ...\n", out + err
     assert "winner   trial 1: 3 value" in err and "Traceback" not in err
     assert winner(tmp_path) == 1
-
-
-def test_a_search_without_any_reader_keeps_its_results(shell, tmp_path):
-    code, out, _ = shell(f"{TUNE} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}")
-    assert (code, out, winner(tmp_path)) == (0, "starting workers ...\n", 1)
-
-
-def test_other_commands_end_quietly_when_their_reader_has_enough(shell):
-    code, out, err = shell(f"{REDLINE} models | head -1; exit ${{PIPESTATUS[0]}}")
-    assert (code, out.count("\n"), err) == (0, 1, "")
-    code, _, err = shell(f"{REDLINE} models | true; exit ${{PIPESTATUS[0]}}")
-    assert (code, err) == (0, "")
-
-
-def test_closed_descriptors_are_not_taken_by_other_files(shell):
-    code, out, err = shell(f"{REDLINE} models 0<&- 2>&-")
-    assert code == 0 and "gpt2-tiny" in out and err == ""

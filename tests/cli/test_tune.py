@@ -67,28 +67,6 @@ def test_a_command_is_tuned_and_the_winner_s_command_is_printed(checkout, capsys
     assert sorted(each.name for each in Path().iterdir()) == ["again", "knobs.yaml", "run", "train.py"]
 
 
-@pytest.mark.slow
-def test_only_the_same_command_resumes_a_run(checkout, capsys):
-    options = [
-        "--space",
-        "knobs.yaml",
-        "--sampler",
-        "random",
-        "--measure-time",
-        "200ms",
-        "--patience",
-        "0",
-        "--out",
-        "run",
-    ]
-    assert run(capsys, "tune", "--command", checkout, *options, "--trials", 1)[0] == 0
-    code, _, err = run(capsys, "tune", "--command", checkout + " more", *options, "--trials", 2, "--resume")
-    assert code == 2 and "workload" in err, err
-    code, out, err = run(capsys, "tune", "--command", checkout, *options, "--trials", 2, "--resume")
-    assert code == 0, out + err
-    assert len(list(csv.DictReader(open("run/trials.csv")))) == 2
-
-
 def test_a_command_in_a_file_is_tuned_alike_and_dry_starts_nothing(checkout, capsys):
     Path("tune.yaml").write_text(yaml.safe_dump({"command": checkout, "env": ["A={micro_batch}"]}))
     code, out, err = run(capsys, "tune", "--command-file", "tune.yaml", "--space", "knobs.yaml", "--dry")
@@ -194,93 +172,6 @@ for rows in DataLoader(torch.randn(4000, 8), batch_size=4):
     assert float(row["samples_per_second"]) == pytest.approx(4e3 / step_ms, rel=0.01) and step_ms < 40
 
 
-def test_values_that_yaml_would_take_for_others_stay_words(checkout, capsys):
-    Path("train.py").write_text("import sys\nassert sys.argv[1] in ('no', 'off')\nprint('value', len(sys.argv[1]))\n")
-    command = f"{shlex.quote(sys.executable)} train.py {{compile}}"
-    code, out, err = run(
-        capsys, "tune", "--command", command, "--set", "compile=no,off", "--metric", "value (?P<value>.)", "--sampler",
-        "grid", "--out", "r",
-    )  # fmt: skip
-    assert code == 0, out + err
-    assert [row["knob.compile"] for row in csv.DictReader(open("r/trials.csv"))] == ["no", "off"]
-
-
-def test_a_bounded_metric_is_shown_for_every_trial_and_the_winner(checkout, capsys):
-    text = "import sys\nload = int(sys.argv[1])\nprint(f'{load * 10} requests/s, p99 {load * 60} ms')\n"
-    Path("bench.py").write_text(text)
-    fields = {"command": f"{shlex.quote(sys.executable)} bench.py {{clients}}", "require": "p99_ms < 200"}
-    fields["metric"] = r"(?P<requests_per_second>\d+) requests/s, p99 (?P<p99_ms>\d+) ms"
-    Path("command.yaml").write_text(yaml.safe_dump(fields))
-    options = ["--set", "clients=1,3,5", "--sampler", "grid", "--out", "r"]
-    code, out, err = run(capsys, "tune", "--command-file", "command.yaml", *options)
-    assert code == 0, out + err
-    rows = {row["knob.clients"]: row for row in csv.DictReader(open("r/trials.csv"))}
-    assert {clients: row["status"] for clients, row in rows.items()} == {"1": "ok", "3": "ok", "5": "wrong"}
-    assert "p99_ms = 60" in rows["1"]["reason"] and "p99_ms = 180" in rows["3"]["reason"]
-    assert rows["5"]["reason"] == "p99_ms = 300, but `p99_ms < 200` is required; requests_per_second = 50"
-    best = yaml.safe_load(Path("r/best.yaml").read_text())["best"]
-    assert (best["throughput"], best["unit"], best["measurement"]["told"]) == (
-        pytest.approx(30.0),
-        "requests/s",
-        "p99_ms = 180",
-    )
-    assert ": 30 requests/s" in next(line for line in out.splitlines() if line.startswith("winner"))
-    (shown,) = [line.split() for line in out.splitlines() if line.startswith("reported ")]
-    assert shown == ["reported", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
-    assert "redline report r" in out and "redline export" not in out
-    # Only the command's file has the bound, so the run keeps it for the command that measures the winner again.
-    Path("command.yaml").unlink()
-    again = shlex.split(yaml.safe_load(Path("r/best.yaml").read_text())["reproduce"])
-    assert again[:4] == ["redline", "tune", "--command-file", "r/command.yaml"]
-    code, out, err = run(capsys, *again[1:], "--out", "again")
-    assert code == 0, out + err
-    assert [row["reason"] for row in csv.DictReader(open("again/trials.csv"))] == ["p99_ms = 180"]
-
-
-def test_the_winner_s_command_runs_as_it_is_printed(checkout, capsys):
-    Path("train.py").write_text("""
-import json, pathlib, sys
-folder = pathlib.Path(sys.argv[1])
-print("value", json.loads((folder / "job.json").read_text())["batch"])
-folder.joinpath("weights").touch()
-""")
-    Path("job.json").write_text('{"batch": 0}')
-    command = f"{shlex.quote(sys.executable)} train.py {{trial_dir}} --port {{master_port}} {{clients}}"
-    fields = {"command": command, "metric": r"value (?P<value>\d)", "render": "job.json:batch={clients}"}
-    Path("command.yaml").write_text(yaml.safe_dump(fields))
-    options = ["--set", "clients=1,3", "--sampler", "grid", "--out", "runs/a"]
-    code, out, err = run(capsys, "tune", "--command-file", "command.yaml", *options)
-    assert code == 0, out + err
-    (shown,) = [line for line in out.splitlines() if "the winner's command:" in line]
-    line = shown.partition("command: ")[2]
-    assert line == f"{sys.executable} train.py runs/a/winner --port 29500 3"
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
-    assert done.stdout == "value 3\n" and Path("runs/a/winner/weights").exists()
-
-
-REFUSES = """
-import pathlib, sys
-folder = pathlib.Path(sys.argv[2])
-if list(folder.iterdir()):
-    sys.exit(f"{folder} is in use")
-folder.joinpath("config.yaml").touch()
-print("value", sys.argv[1])
-"""
-
-
-def test_every_measurement_has_an_empty_folder(checkout, capsys):
-    Path("train.py").write_text(REFUSES)
-    command = f"{shlex.quote(sys.executable)} train.py {{clients}} {{trial_dir}}"
-    code, out, err = run(
-        capsys, "tune", "--command", command, "--set", "clients=1,3", "--metric", r"value (?P<value>\d)", "--sampler",
-        "grid", "--out", "r",
-    )  # fmt: skip
-    assert code == 0, out + err
-    best = yaml.safe_load(Path("r/best.yaml").read_text())
-    assert {number: len(trial["again"]) >= 2 for number, trial in best["remeasured"].items()} == {"0": True, "1": True}
-    assert {"0", "0.again-1", "0.again-2", "1"} <= {each.name for each in Path("r/trials").iterdir()}
-
-
 def test_results_are_not_lost_if_the_command_fails_when_it_is_measured_again(checkout, capsys):
     text = "import pathlib, sys\npathlib.Path(sys.argv[1]).mkdir()\nprint('value', sys.argv[1])\n"
     Path("train.py").write_text(text)
@@ -380,25 +271,6 @@ def test_a_global_batch_that_the_command_says_itself_is_the_estimates_too():
     assert task.command._samples_per_step({"micro_batch": 2}) == 16
 
 
-@pytest.mark.slow
-def test_an_estimate_guides_the_search_and_numbers_of_another_unit_are_not_compared_with_it(checkout, capsys):
-    command = [
-        "tune", "--command", checkout, "--set", "micro_batch=65536,2,4", "--set", "mode=fast", "--model", "gpt2-tiny",
-        "--measure-time", "200ms", "--trials", 2, "--patience", 0, "--memory-limit", "2GiB", "--out", "r",
-    ]  # fmt: skip
-    code, out, err = run(capsys, *command)
-    assert code == 0, out + err
-    assert "the estimate is that of gpt2-tiny, 64 tokens a sample" in out
-    rows = list(csv.DictReader(open("r/trials.csv")))
-    # The default would not fit: it need not be tried.
-    assert (
-        "trial 0 is micro_batch=4, otherwise the default configuration, because the default itself is predicted to need"
-        in out
-    )
-    assert {row["knob.micro_batch"] for row in rows} == {"4", "2"} and {row["unit"] for row in rows} == {"samples/s"}
-    assert {row["predicted_throughput"] for row in rows} == {""}
-
-
 def test_a_model_that_only_the_command_knows_is_no_obstacle(checkout, capsys):
     code, out, err = run(
         capsys, "tune", "--command", f"{checkout} --model=resnet-of-ours", *OPTIONS, "--trials", 1, "--out", "r"
@@ -407,38 +279,7 @@ def test_a_model_that_only_the_command_knows_is_no_obstacle(checkout, capsys):
     assert code == 0 and note in out, out + err
 
 
-def test_the_command_that_repeats_a_run_has_the_texts_of_its_knobs_exactly():
-    from redline.results import Measurement, Status, Trial
-    from redline.tuner.request.record import command_of
-
-    space = rl.Space()
-    space.choice("note", ["a  b", "c"])
-    space.flag("fast")
-    request = Request(
-        rl.Command(command="python train.py {note} {fast}"), space, override={"note": ["a  b"]}, devices=1
-    )
-    config = space.config(note="a  b", fast=True)
-    trial = Trial(number=0, config=config, measurement=Measurement(status=Status.OK, throughput=1.0))
-    words = command_of(request, resolve_task(request), None, [trial])
-    assert [words[at + 1] for at, word in enumerate(words) if word in ("--set", "--fix")] == [
-        "note=a  b", "note=a  b", "fast=true",
-    ]  # fmt: skip
-
-
-def test_the_command_that_repeats_a_run_has_its_runner_and_limits():
-    from redline.tuner.budget import parse_memory
-    from redline.tuner.request.record import command_of
-
-    request = Request(
-        "gpt2-tiny", runner="emulate", hardware="h100-80gb", devices=8, trial_timeout="30m", global_batch=64
-    )
-    words = command_of(request, resolve_task(request), 1415577.0, [])
-    given = {words[at]: words[at + 1] for at, word in enumerate(words) if word.startswith("--")}
-    assert (given["--runner"], given["--hardware"], given["--trial-timeout"]) == ("emulate", "h100-80gb", "30m")
-    assert "--measure-time" not in given
-    assert parse_memory(given["--memory-limit"]) == 1415577.0
-
-
+@pytest.mark.slow
 def test_the_first_two_that_time_out_without_a_metric_end_the_search(checkout, capsys):
     Path("train.py").write_text("import time\nprint('[iter 00010] 654.4 samples/sec', flush=True)\ntime.sleep(600)\n")
     options = ["--space", "knobs.yaml", "--trials", 6, "--out", "run", "--trial-timeout", "6s"]

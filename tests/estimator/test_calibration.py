@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from redline.estimator import Estimator, TrainingSetup
-from redline.estimator.calibration import Correction, fit
+from redline.estimator.calibration import fit
 from redline.estimator.time import TIME_TERMS
 from redline.results import Measurement, Status, Trial
 
@@ -145,18 +145,6 @@ def test_intervals_contain_80_percent_of_what_follows_the_model(plain):
     assert 0.72 < np.mean(inside_memory) < 0.88
 
 
-def test_time_alone_is_enough(plain):
-    rng = np.random.default_rng(2)
-    step, _ = truth(plain, rng)
-    given = [
-        Trial(number=0, config=CONFIGS[at], measurement=Measurement(status=Status.OK, step_ms=float(step[at])))
-        for at in range(0, 40, 8)
-    ]
-    found = plain.calibrate(given)
-    assert found.calibrated == 5
-    np.testing.assert_array_equal(found.table(CONFIGS).peak_memory_mib, plain.table(CONFIGS).peak_memory_mib)
-
-
 def test_throughput_is_as_good_as_a_step_time(plain):
     at = 10
     table = plain.table(CONFIGS)
@@ -174,15 +162,6 @@ def test_an_unexpected_oom_raises_the_memory_prediction(plain):
     found = plain.calibrate([failed(Status.OOM, CONFIGS[at])]).table(CONFIGS)
     assert found.peak_memory_mib[at] > table.peak_memory_mib[at]
     assert found.probability_fits[at] < table.probability_fits[at]
-
-
-def test_an_expected_oom_changes_nothing():
-    plain = Estimator(SHAPE, "a100-80gb", SETUP.replace(memory_limit_mib=16000))
-    table = plain.table(CONFIGS)
-    at = int(np.argmax(np.where(np.isfinite(table.peak_memory_mib), table.peak_memory_mib, 0)))
-    assert table.peak_memory_mib[at] > 1.2 * table.memory_limit_mib
-    found = plain.calibrate([failed(Status.OOM, CONFIGS[at])]).table(CONFIGS)
-    np.testing.assert_allclose(found.peak_memory_mib, table.peak_memory_mib)
 
 
 @pytest.mark.parametrize("status", [Status.CRASH, Status.TIMEOUT, Status.WRONG])
@@ -210,17 +189,6 @@ def test_terms_still_sum_after_calibration(plain):
         np.testing.assert_allclose(summed, total, rtol=1e-9)
 
 
-def test_fit_finds_the_factors_it_is_shown():
-    rng = np.random.default_rng(5)
-    groups = rng.uniform(0.1, 10, (400, 3))
-    factors = np.array([1.2, 0.8, 1.5])
-    measured = (groups * factors).sum(1) * np.exp(0.05 * rng.standard_normal(400))
-    found = fit(groups, measured, PRIOR, 0.1)
-    np.testing.assert_allclose(np.exp(found.theta), factors, rtol=0.03)
-    assert 0.3 < found.scale < 0.8  # noise was half of the expected
-    assert found.trials == 400
-
-
 def test_fit_stays_near_the_prior_for_what_no_trial_shows():
     groups = np.array([[1.0, 0.0, 0.0]] * 5)
     found = fit(groups, np.full(5, 1.2), PRIOR, 0.05)
@@ -235,19 +203,6 @@ def test_fit_leaves_out_impossible_measurements(bad):
     with_bad = fit(groups, np.array([3.3, 3.3, 3.3, bad]), PRIOR, 0.1)
     without = fit(groups[:3], np.full(3, 3.3), PRIOR, 0.1)
     np.testing.assert_allclose(with_bad.theta, without.theta)
-
-
-def test_bounds_that_hold_say_nothing():
-    none = fit(np.ones((2, 3)), np.array([1.0, 2.0]), PRIOR, 0.1, at_least=np.array([True, True]))
-    np.testing.assert_allclose(none.theta, 0.0, atol=1e-9)
-    some = fit(np.ones((2, 3)), np.array([6.0, 2.0]), PRIOR, 0.1, at_least=np.array([True, True]))
-    assert some.theta.sum() > 0 and some.trials == 0
-
-
-def test_a_correction_without_trials_has_the_priors_spread():
-    total, std = Correction.none(PRIOR).apply(np.array([[1.0, 0, 0], [0, 0, 2.0], [0, 0, 0]]), 0.1)
-    np.testing.assert_allclose(total, [1, 2, 0])
-    np.testing.assert_allclose(std, [np.hypot(0.15, 0.1), np.hypot(0.35, 0.1), 0.1])
 
 
 @pytest.mark.parametrize("trained", [0, 12])
@@ -293,18 +248,3 @@ def test_what_factors_leave_is_interpolated_to_similar_configurations_alone(plai
     # What is known of a configuration narrows its interval, and hardly that of others.
     narrowed = known.table([near, far]).log_throughput_std / factors.table([near, far]).log_throughput_std
     assert narrowed[0] < 0.8 and narrowed[1] > 0.9
-
-
-def test_what_factors_leave_of_memory_is_interpolated_too(plain):
-    config = {"tp": 1, "pp": 1, "zero": 1, "micro_batch": 1, "checkpoint_ratio": 0.0}
-    peak = 1.3 * plain(config).peak_memory_mib
-    trial = Trial(number=0, config=config, measurement=Measurement(status=Status.OK, step_ms=1.0, peak_memory_mib=peak))
-    known, factors = plain.calibrate([trial]), plain.calibrate([trial], interpolate=False)
-    assert factors(config).peak_memory_mib < known(config).peak_memory_mib < peak
-    assert known.table([config]).fullest_memory_mib[0] > factors.table([config]).fullest_memory_mib[0]
-
-
-def test_an_impossible_configuration_has_no_effects(plain):
-    table = plain.table([{"pp": 32, "dp": 1, "micro_batch": 1}, CONFIGS[0]])
-    assert np.isinf(table.step_ms[0]) and (table.log_throughput_effects[0] == 0).all()
-    assert np.isfinite(table.log_throughput_effects).all()

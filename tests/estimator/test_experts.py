@@ -7,7 +7,6 @@ import pytest
 from redline.base.errors import UsageError
 from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.estimator.constants import Constants
-from redline.estimator.experts import imbalance
 from redline.estimator.facts.model_facts import Matmul, ModelFacts
 from redline.estimator.hardware import find_hardware
 from redline.estimator.work import matmul_seconds
@@ -91,15 +90,6 @@ def test_a_reported_rank_need_not_be_the_one_with_the_most_rows():
     assert last.table([config]).fullest_memory_mib == fullest.table([config]).fullest_memory_mib
 
 
-def test_imbalance_grows_with_ranks_and_is_that_of_one_expert_at_most():
-    ranks = np.array([1, 2, 8, 64])
-    found = imbalance(64, ranks, Constants())
-    assert found[0] == 1 and (np.diff(found) > 0).all()
-    # 64 ranks of one expert each: 1 + s sqrt(2 ln 64).
-    assert found[-1] == pytest.approx(1 + 0.25 * np.sqrt(2 * np.log(64)))
-    assert imbalance(64, np.array([2]), Constants(expert_spread=100.0)) == 2
-
-
 def test_rows_travel_four_times_a_block_and_twice_more_where_it_is_recomputed():
     """Each of a node's 8 ranks sends 7 of 8 parts, 4 x 2048 numbers of 2 bytes per token."""
     link = H100.intra_node.gb_per_s * 1e9 * Constants().link_efficiency
@@ -176,19 +166,6 @@ def test_shape_numbers_of_published_mixtures_give_their_parameters(parameters, s
     assert sum(part.count * part.experts for part in facts.parts) == stacks
 
 
-def test_first_blocks_may_be_dense_and_experts_shared():
-    sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 16, "vocabulary": 32000, "experts": EXPERTS,
-             "experts_per_token": CHOSEN, "expert_intermediate": INNER, "intermediate": 4 * INNER}  # fmt: skip
-    more, some = (
-        Shape(**sizes, **each).facts(precision="bf16", attention="sdpa", fusion=False)
-        for each in ({}, {"dense_layers": 3, "shared_intermediate": INNER})
-    )
-    assert [part.count for part in some.parts if part.role == "block"] == [3, LAYERS - 3] and some.blocks == LAYERS
-    mixed = LAYERS - 3
-    dense = 3 * (EXPERTS * 3 * INNER + EXPERTS - 3 * 4 * INNER) * HIDDEN
-    assert more.parameters - some.parameters == dense - mixed * 3 * INNER * HIDDEN
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -246,12 +223,6 @@ def test_whole_experts_are_on_ranks_of_a_layer_and_their_tokens_are_divided():
     assert time("tensor parallel", **cut, etp=1) < time("tensor parallel", **cut)
     with_sequence = time("tensor parallel", **cut, etp=1, sequence_parallel=True)
     assert with_sequence < time("tensor parallel", **cut, sequence_parallel=True)
-
-
-def test_etp_of_tp_is_the_same_as_none():
-    for config in ({"tp": 2, "ep": 4}, {"ep": 4}):
-        same = {**config, "etp": config.get("tp", 1)}
-        assert estimated(**same).breakdown == estimated(**config).breakdown
 
 
 def test_a_table_of_unlike_configurations_has_the_estimates_of_each():

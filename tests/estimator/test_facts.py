@@ -9,11 +9,9 @@ import redline as rl
 import torch
 from redline.estimator import ModelFacts, TrainingSetup
 from redline.estimator.facts import disk_cache
-from redline.estimator.facts.layout import Layout, _sharded
 from redline.estimator.facts.traced import TracedFacts, TracingError, trace_facts
 from redline.estimator.resolved_cache import variants_of
 from redline.models import flops_of
-from redline.models.skeleton import skeleton
 from torch import nn
 
 SHAPES = {
@@ -52,16 +50,6 @@ def test_tracing_gives_the_parameters_and_flops_of_the_shape_numbers(name, tmp_p
         split: sum(each.n * each.k * each.count for each in expected.matmuls if each.split == split)
         for split in ("column", "row", "none")
     }
-
-
-def test_bert_is_traced_with_its_head_of_two_products(tmp_path):
-    workload = rl.workload("bert-base")
-    facts = trace_facts(workload, folder=tmp_path)
-    assert facts.parameters == 109_514_298
-    assert facts.model_flops(512) * 512 == pytest.approx(flops_of(workload).per_sample)
-    head = next(part for part in facts.parts if part.role == "head")
-    assert [(each.k, each.n) for each in head.matmuls] == [(768, 768), (768, 30522)]
-    assert not next(part for part in facts.parts if part.role == "block").attention.causal
 
 
 def _saved_bytes(model: nn.Module, step) -> int:
@@ -237,16 +225,6 @@ def test_a_model_that_cannot_be_traced_is_refused_each_time_it_is_asked_for(tmp_
     for _ in range(2):
         with pytest.raises(TracingError, match="683 parameters"):
             source.facts(precision="fp32", attention="sdpa", fusion=False)
-
-
-def test_a_model_of_many_equal_blocks_has_the_layout_of_each():
-    """The layout is determined from a few of them."""
-    deep = rl.workload("llama-tiny", seq_len=16)
-    layout = Layout.of(deep)
-    whole = _sharded(deep.schedule, skeleton(deep, deep.probe))
-    assert layout.cuts == whole and len({name.split(".")[2] for name in whole if ".layers." in name}) == len(
-        layout.blocks
-    )
 
 
 def test_facts_do_not_depend_on_the_global_batch(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """The refinement block by block: within the memory limit, never slower than the uniform winner, and optimal."""
 
 import time
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -12,8 +11,7 @@ from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.layerwise import Layerwise, _balanced, _Choice, knapsack, refine, relatives
-from redline.knobs.layers import BlockStrategy, of_blocks, parse
-from redline.results import Measurement, Status, Trial
+from redline.knobs.layers import BlockStrategy, parse
 from shape_requests import shape_request
 
 SLOWER_HERE = 3
@@ -45,12 +43,6 @@ def test_no_plan_within_the_budget_returns_none():
     assert knapsack([], [-1.0]) == [None]
 
 
-def test_one_program_answers_for_several_budgets():
-    choices = [[_Choice(0.0, 1.0, LAYER), _Choice(-1.0, 3.0, LAYER)]] * 4
-    found = knapsack(choices, [12.0, 8.1, 3.0])
-    assert [None if each is None else each[0] for each in found] == [-4.0, -2.0, None]
-
-
 def refined(**options):
     asked = {"devices": 8, "seq_len": 2048, "global_batch": 64, **options}
     fix = {"precision": "bf16", "fusion": False, "offload": "none", "sp": 1, "cp": 1, **asked.pop("fix", {})}
@@ -71,28 +63,6 @@ def test_short_memory_leaves_a_gain_within_the_limit():
         or layerwise.config["micro_batch"] != uniform.config["micro_batch"]
     )
     assert "layer by layer" in "\n".join(layerwise.lines())
-
-
-def test_ample_memory_needs_no_recomputation():
-    _, found = refined(hardware="h200-141gb", fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 1})
-    assert found.ranked[0].config["checkpoint_ratio"] == 0
-    assert found.layerwise.layers == () and found.layerwise.gain == 0
-    assert found.layerwise.step_ms == pytest.approx(found.ranked[0].estimate.step_ms, rel=1e-6)
-
-
-def test_earlier_stages_of_a_pipeline_recompute_more():
-    fix = {"tp": 1, "pp": 4, "pipeline_schedule": "1f1b", "zero": 0, "micro_batch": 8}
-    _, found = refined(hardware="a100-40gb", global_batch=256, fix=fix)
-    layers = found.layerwise.layers
-    stages = [sum(each.ckpt for each in layers[6 * stage : 6 * stage + 6]) for stage in range(4)]
-    # 1F1B: the first stage has four micro-batches in flight, the last one.
-    assert stages == sorted(stages, reverse=True) and stages[0] > stages[3]
-
-
-def test_spare_memory_lets_zero_3_keep_blocks_whole():
-    _, found = refined(hardware="h200-141gb", fix={"tp": 1, "pp": 1, "zero": 3, "micro_batch": 1})
-    assert found.layerwise.config["strategy"] == "0-23:zero2"
-    assert found.layerwise.gain > 0
 
 
 @pytest.mark.parametrize(
@@ -169,35 +139,6 @@ def test_the_same_for_all_blocks_is_the_uniform_configuration(pp):
             assert named.breakdown == pytest.approx(uniform.breakdown)
     shared = predict(sp=2, strategy="0-23:-")
     assert shared.breakdown == predict(sp=2, strategy="0-23:sp2").breakdown == pytest.approx(predict(sp=2).breakdown)
-
-
-def test_more_recomputed_blocks_take_less_memory_and_longer():
-    predict = estimator()
-    texts = ("0-23:-", "0-2:ckpt 3-23:-", "0-2:ckpt 3-4:- 5:ckpt 6:- 7-9:ckpt 10-23:-", "0-22:ckpt 23:-")
-    found = [predict(strategy=text) for text in texts]
-    memory, steps = [each.peak_memory_mib for each in found], [each.step_ms for each in found]
-    assert memory == sorted(memory, reverse=True) and len(set(memory)) == 4
-    assert steps == sorted(steps) and len(set(steps)) == 4
-
-
-def test_recomputation_in_early_stages_moves_the_fullest_stage():
-    predict = estimator(pp=4)
-    texts = ("0-5:ckpt 6-23:-", "0-23:ckpt", "0-17:- 18-23:ckpt")
-    first, all_of_them, last = (predict(strategy=text) for text in texts)
-    nothing = predict(strategy="0-23:-")
-    # The first stage needs most: recomputing the last stage's blocks does not lower the peak but slows the slowest stage.
-    assert last.peak_memory_mib == nothing.peak_memory_mib > first.peak_memory_mib > all_of_them.peak_memory_mib
-    assert nothing.step_ms < first.step_ms < all_of_them.step_ms
-    assert nothing.step_ms < last.step_ms
-
-
-def test_blocks_that_stay_whole_take_memory_and_save_gathers():
-    predict = estimator(zero=3)
-    none, some, all_of_them = (predict(strategy=text) for text in ("0-23:-", "0-11:zero2 12-23:-", "0-23:zero2"))
-    assert none.peak_memory_mib < some.peak_memory_mib < all_of_them.peak_memory_mib
-    gathers = [each.breakdown["time.parameter gathers"] for each in (none, some, all_of_them)]
-    assert gathers[0] > gathers[1] > gathers[2] > 0
-    assert none.step_ms == predict().step_ms
 
 
 def test_blocks_cut_over_fewer_ranks_lie_between_both_uniform_degrees_and_pay_for_handing_samples_over():
@@ -282,42 +223,12 @@ def test_blocks_and_a_ratio_together_are_refused_where_both_are_asked_for():
         estimate_document(request, config={"strateg": "0-23:-"})
 
 
-def test_refined_trials_calibrate_like_any_other():
-    predict = estimator()
-    request = shape_request(SHAPE, "a100-80gb", devices=8, seq_len=2048, global_batch=256, fix={"precision": "bf16"})
-    config = {"tp": 1, "zero": 1, "micro_batch": 4, "precision": "bf16", "strategy": "0-7:ckpt 8-23:-"}
-    expected = predict(strategy="0-7:ckpt 8-23:-")
-    measured = Measurement(status=Status.OK, step_ms=1.3 * expected.step_ms, peak_memory_mib=expected.peak_memory_mib)
-    trials = [Trial(number=0, config=config, measurement=measured)]
-    after = request.estimator.calibrate(trials)(config)
-    assert expected.step_ms < after.step_ms <= measured.step_ms
-    assert after.step_ms_high - after.step_ms_low < expected.step_ms_high - expected.step_ms_low
-
-
 def test_the_answer_holds_both_beside_each_other():
     _request, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     data = found.to_dict()["layerwise"]
     assert data["gain"] == pytest.approx(data["throughput"] / found.ranked[0].estimate.throughput - 1)
     assert data["config"]["strategy"] == data["strategy"] and "checkpoint_ratio" not in data["config"]
     assert [run.last for run in parse(data["strategy"])][-1] == 23
-
-
-def test_a_uniform_refinement_is_reported_as_the_uniform_configuration():
-    _, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
-    mixed = found.layerwise
-    assert 0 < sum(each.ckpt for each in mixed.layers) < 24 and mixed.amounts_to() is None
-    base = {name: value for name, value in mixed.config.items() if name != "strategy"}
-
-    def made(text, **more):
-        layers = tuple(of_blocks(text, 24, tp=more.get("tp", 1), zero=more.get("zero", 1)))
-        return replace(mixed, config={**mixed.config, "strategy": text, **more}, layers=layers).amounts_to()
-
-    assert made("0-23:-") == {**base, "checkpoint_ratio": 0.0}
-    assert made("0-23:ckpt") == {**base, "checkpoint_ratio": 1.0}
-    assert made("0-23:zero2", zero=3) == {**base, "zero": 2, "checkpoint_ratio": 0.0}
-    assert made("0-4:zero2 5-23:-", zero=3) is None
-    # Parameters outside of blocks stay sharded over the mesh's ranks.
-    assert made("0-23:tp1", tp=2) is None
 
 
 @pytest.mark.parametrize("devices", [8, 64])

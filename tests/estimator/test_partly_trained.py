@@ -38,15 +38,6 @@ def test_blocks_before_the_trained_ones_keep_nothing_for_backward():
     assert last < 0.3 * everything and any_two == pytest.approx(everything)
 
 
-def test_frozen_blocks_save_time():
-    hardware, setup = find_hardware("a100-80gb"), TrainingSetup(devices=1, seq_len=1024)
-    full, frozen = (
-        Estimator(source, hardware, setup)({"micro_batch": 8}).step_ms
-        for source in (FACTS, PartlyTrained(FACTS, 1, last=True))
-    )
-    assert frozen < 0.9 * full
-
-
 def test_states_of_low_rank_are_those_of_the_longer_dimension_and_a_projection():
     rank = 64
     matrices = sum(item.k * item.n * item.count for item in BLOCK.matmuls)

@@ -150,12 +150,6 @@ def test_plans_of_a_trainer_have_its_facts_regardless_of_knobs():
         shape_request(shape, "a100-80gb", framework="megatorn", **asked)
 
 
-def test_commands_name_the_trainers_there_are():
-    from redline.cli.options import TRAINERS as NAMES
-
-    assert set(NAMES) == set(TRAINERS)
-
-
 def test_a_trainer_that_builds_models_by_itself_has_no_modules_of_transformers():
     llama = {"family": "llama", "layers": 4, "hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 32, "intermediate": 512,
              "vocabulary": 1000, "positions": 2048, "tied": False}  # fmt: skip
@@ -183,20 +177,6 @@ def recipe(hardware="gb200", framework="megatron-bridge", **facts):
     trainer = find_trainer(framework).assuming(facts)
     setup = trainer.training(seq_len=4096, devices=64)
     return Estimator(MIXTURE, hardware, setup, framework=trainer.name)(SPREAD)
-
-
-def test_each_fact_of_software_changes_the_term_that_it_is_about():
-    def terms(**facts):
-        return recipe(framework="megatron", **facts).breakdown
-
-    usual = terms()
-    assert terms(balanced_experts=True)["time.expert imbalance"] == 0 < usual["time.expert imbalance"]
-    hidden = terms(overlap_experts=True)["time.expert exchange"]
-    # At most `max_overlap` of it can be hidden.
-    assert 0.19 * usual["time.expert exchange"] < hidden < 0.5 * usual["time.expert exchange"]
-    early, late = terms(early_kernels=True), terms(early_kernels=False)
-    assert early["time.matmul"] == pytest.approx(late["time.matmul"] / Constants().early_kernels, rel=0.05)
-    assert terms(early_kernels=True, products="nvfp4")["time.matmul"] < early["time.matmul"]
 
 
 def test_a_version_has_the_facts_of_its_time():

@@ -97,23 +97,6 @@ def large_yaml(run):
         file.write("".join(f"key{number}: a value of some length\n" for number in range(450_000)))
 
 
-def long_lists(run):
-    for name in ("run.yaml", "best.yaml"):
-        with open(run / name, "a") as file:
-            file.write("more: [" + "1," * 1_000_000 + "]\n")
-
-
-def many_constraints(run):
-    text = (run / "run.yaml").read_text()
-    entries = "".join(f"    - require: tp * pp <= {number}\n" for number in range(1_500))
-    assert "    constraints:\n" in text
-    (run / "run.yaml").write_text(text.replace("    constraints:\n", "    constraints:\n" + entries))
-
-
-def long_number(run):
-    (run / "best.yaml").write_text("gain: 1" + ":59" * 500_000)
-
-
 def pipes(run):
     for name in ("run.yaml", "best.yaml", "study.log", "trials.csv", ".lock"):
         (run / name).unlink()
@@ -133,26 +116,10 @@ def many_records(run):
         file.write(f"{line}\n" * 200_000)
 
 
-def many_attributes(run):
-    """Writes one trial with 60,000 attributes, added one by one: copying all of them each time would take far too long."""
-    with open(run / "study.log", "a") as file:
-        for number in range(60_000):
-            file.write(
-                json.dumps({"op_code": 8, "worker_id": "x", "trial_id": 8, "user_attr": {f"a{number}": 1}}) + "\n"
-            )
-
-
 def small_lists(run):
     with open(run / "study.log", "a") as file:
         for _ in range(20):
             file.write('{"op_code":8,"worker_id":"x","trial_id":8,"user_attr":{"b":[' + "[]," * 600_000 + "[]]}}\n")
-
-
-def many_rows(run):
-    (run / "study.log").unlink()
-    row = (run / "trials.csv").read_text().splitlines()[1].partition(",")[2]
-    with open(run / "trials.csv", "a") as file:
-        file.writelines(f"{number},{row}\n" for number in range(100, 250_000))
 
 
 def many_columns(run):
@@ -172,9 +139,16 @@ def as_many_rows_as_are_read(run):
 
 
 DAMAGES = (
-    deep_yaml, alias_bomb, large_yaml, long_lists, many_constraints, long_number, pipes, deep_record, many_records,
-    many_attributes, small_lists, many_rows, many_columns, as_many_rows_as_are_read,
-)  # fmt: skip
+    deep_yaml,
+    alias_bomb,
+    large_yaml,
+    pipes,
+    deep_record,
+    many_records,
+    small_lists,
+    many_columns,
+    as_many_rows_as_are_read,
+)
 
 
 def check(how, tmp_path, whole):

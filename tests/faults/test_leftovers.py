@@ -1,7 +1,6 @@
 """A run leaves nothing in the temporary directory, however its processes end."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -10,7 +9,6 @@ import time
 import psutil
 import pytest
 from processes import running
-from redline.base import scratch
 from redline.base.scratch import OWNER, YOUNG_S, Scratch, sweep
 
 STARTS = """
@@ -73,19 +71,6 @@ def test_leftovers_of_two_killed_processes_are_removed_at_the_next_start(driver,
     assert not folder.exists()
 
 
-def test_folders_of_another_host_on_a_shared_disk_are_left_alone(temporary):
-    theirs = temporary / "redline-agent-theirs"
-    theirs.mkdir()
-    (theirs / OWNER).write_text('{"pid": 1, "host": "another-host", "since": "now"}\n')
-    age(theirs)
-    sweep()
-    assert theirs.exists()
-    (theirs / OWNER).write_text(f'{{"pid": 1, "host": "{socket.gethostname()}", "since": "now"}}\n')
-    age(theirs)
-    sweep()
-    assert not theirs.exists()
-
-
 def test_a_young_folder_and_what_is_somebody_else_s_are_left_alone(temporary):
     kept = temporary / "redline-results"  # for instance a run's folder with its own lock
     kept.mkdir()
@@ -114,28 +99,4 @@ def test_a_folder_goes_with_the_end_of_its_use_and_its_lock_not_with_a_fork(temp
     assert made.path.exists()
     made.close()
     made.close()
-    assert list(temporary.iterdir()) == []
-
-
-def test_a_removal_that_is_killed_is_finished_by_the_next_start(temporary, monkeypatch):
-    made = Scratch("agent")
-    (made.path / "log").touch()
-    (made.path / "rendezvous-1").mkdir()
-    (made.path / "rendezvous-1" / "store").touch()
-    removes = scratch.shutil.rmtree
-
-    def killed(path, ignore_errors):
-        if str(path) == str(made.path):
-            assert [each.name for each in made.path.iterdir()] == [OWNER]
-            raise KeyboardInterrupt
-        removes(path, ignore_errors)
-
-    monkeypatch.setattr(scratch.shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        made.close()
-    monkeypatch.undo()
-    made._lock.release()
-    age(made.path)
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    sweep()
     assert list(temporary.iterdir()) == []

@@ -62,16 +62,6 @@ def test_a_trial_with_a_stopped_supervisor_is_a_timeout_and_leaves_nothing(agent
     assert run(agent, lambda context: 7).ranks[0].report == 7
 
 
-def test_compilation_does_not_count_for_who_waits_either(agent):
-    def program(context):
-        context.compiling(True)
-        time.sleep(1 + SOON_S + 1)
-        context.compiling(False)
-        return "compiled"
-
-    assert run(agent, program, timeout_s=1, compile_timeout_s=60).ranks[0].report == "compiled"
-
-
 @pytest.mark.parametrize("size", [0, 4 << 20], ids=["a small job", "a job larger than what a socket holds"])
 def test_a_stopped_agent_is_replaced(agent, size):
     agent.wait_ready()
@@ -83,13 +73,6 @@ def test_a_stopped_agent_is_replaced(agent, size):
     assert left_of([first]) == []
     assert run(agent, lambda context: len(ballast)).ranks[0].report == size
     assert agent.pid != first
-
-
-def test_an_agent_stopped_during_its_start_is_started_again(agent):
-    first = agent.pid
-    os.kill(first, signal.SIGSTOP)
-    agent.wait_ready()
-    assert left_of([first]) == [] and agent.pid != first
 
 
 def test_a_stopped_agent_is_killed_when_closed(agent, monkeypatch):

@@ -251,18 +251,6 @@ def test_float8_is_written_in_each_framework_s_form(target, tensorwise, rowwise)
         assert "bf16" in made.text or "bfloat16" in made.text
 
 
-def test_accelerate_shards_as_zero_says():
-    for zero, reshard in ((2, False), (3, True)):
-        made, _ = parsed("accelerate", micro_batch=1, grad_accum=1, dp=4, zero=zero)
-        assert (made["distributed_type"], made["num_processes"]) == ("FSDP", 4)
-        assert made["fsdp_config"]["fsdp_version"] == 2
-        assert made["fsdp_config"]["fsdp_reshard_after_forward"] is reshard
-    made, notes = parsed("accelerate", micro_batch=1, grad_accum=1, dp=4, zero=0)
-    assert made["distributed_type"] == "MULTI_GPU" and "fsdp_config" not in made
-    made, notes = parsed("accelerate", micro_batch=1, grad_accum=1, dp=4, zero=1)
-    assert made["fsdp_config"]["fsdp_reshard_after_forward"] is False and "zero=1 became FSDP2" in notes
-
-
 def test_exports_without_sequence_parallelism_use_fewer_devices_and_say_so():
     for target in ("accelerate", "torchtitan", "megatron", "lightning"):
         made = render(target, trial(micro_batch=1, grad_accum=1, sp=2, dp=4, zero=3), DOCUMENT)
@@ -344,48 +332,6 @@ def test_deepspeeds_pipelines_take_stage_one():
     made, notes = parsed("deepspeed", micro_batch=1, grad_accum=4, pp=2, dp=2, zero=3)
     assert made["zero_optimization"]["stage"] == 1 and made["pipeline"] == {"stages": 2}
     assert "zero=3" in notes
-
-
-def test_torchtitan_splits_the_local_batch_into_the_pipelines_micro_batches():
-    given, notes = flags("torchtitan", **FULL)
-    assert value(given, "--training.local_batch_size") == "8"
-    assert value(given, "--parallelism.pipeline_parallel_microbatch_size") == "4"
-    assert value(given, "--training.global_batch_size") == "32"
-    assert value(given, "--parallelism.tensor_parallel_degree") == "2"
-    assert value(given, "--parallelism.data_parallel_shard_degree") == "4"
-    assert given[-1] == "activation_checkpoint:full" and "checkpoint_ratio=0.25" in notes
-    assert value(given, "--module") == "llama3" and value(given, "--config") == "llama3_8b"
-    given, _ = flags("torchtitan", micro_batch=4, grad_accum=2, dp=2, tp=2)
-    assert value(given, "--training.local_batch_size") == "4"
-    assert value(given, "--parallelism.data_parallel_replicate_degree") == "2"
-    assert "--parallelism.no_enable_sequence_parallel" in given
-    assert given[-1] == "activation_checkpoint:none"
-
-
-def test_megatron_recomputes_the_same_number_of_layers_in_each_stage():
-    given, _notes = flags("megatron", {"NUM_LAYERS": "32"}, **FULL)
-    assert value(given, "--recompute-num-layers") == "4"  # a quarter of 32 layers over 2 stages
-    assert value(given, "--recompute-method") == "block"
-    assert value(given, "--micro-batch-size") == "4" and value(given, "--global-batch-size") == "32"
-    assert {"--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--optimizer-cpu-offload"} <= set(given)
-    assert value(given, "--attention-backend") == "unfused"
-    given, _ = flags("megatron", micro_batch=1, grad_accum=1, checkpoint_ratio=1.0, dp=2, zero=3)
-    assert value(given, "--recompute-method") == "uniform"
-    assert value(given, "--data-parallel-sharding-strategy") == "optim_grads_params"
-    assert "--bf16" not in given and "--sequence-parallel" not in given
-
-
-def test_the_order_of_a_pipeline_is_kept_or_stated():
-    for kind, word in (("1f1b", "1F1B"), ("gpipe", "GPipe")):
-        given, _ = flags("torchtitan", environment={"MODULE": "m", "CONFIG": "c"}, pp=2, pipeline_schedule=kind)
-        assert value(given, "--parallelism.pipeline_parallel_schedule") == word
-        for target in ("deepspeed", "megatron"):
-            notes = render(target, trial(pp=2, pipeline_schedule=kind), DOCUMENT).notes
-            stated = [note for note in notes if note.startswith("pipeline_schedule=gpipe has no counterpart")]
-            assert bool(stated) is (kind == "gpipe")
-    for target in TARGETS:
-        notes = render(target, trial(pp=1, pipeline_schedule="gpipe"), DOCUMENT).notes
-        assert not any("pipeline_schedule" in note for note in notes)
 
 
 def test_several_stages_a_rank_are_carried_over_or_stated():
@@ -564,33 +510,6 @@ def test_every_header_says_what_is_not_what_it_seems(target, form, case):
     assert not any(each in plain_one.text + " ".join(plain_one.notes) for each in ("simulated", "trains differently"))
 
 
-def test_lossy_values_of_a_space_of_ones_own_are_marked_too():
-    given = Trial(
-        number=0,
-        config={"micro_batch": 1, "rounding": "fast", "precision": "fp8"},
-        lossy=("rounding", "precision"),
-    )
-    made = render("env", given, DOCUMENT)
-    assert "# - rounding=fast trades accuracy for speed: it trains differently from a run without\n" in made.text
-    assert made.text.count("trains differently") == 2
-
-
-@pytest.mark.parametrize(("target", "form"), FORMS)
-def test_simulated_numbers_are_not_called_measured(target, form):
-    knobs = FULL | {"checkpoint_ratio": 0.75, "pp": 1, "tp": 1, "zero": 0}
-    assert "measure" in render("trainer", trial(**knobs), DOCUMENT).text
-    made = render(target, trial(**knobs), SIMULATED, form=form)
-    assert "measure" not in (made.text + " ".join(made.notes)).replace('"seconds_measure', "")
-
-
-@pytest.mark.parametrize("form", ["yaml", "json"])
-def test_plain_files_of_a_simulated_run_hold_predictions(form):
-    made = yaml.safe_load(render(form, trial(micro_batch=1), SIMULATED).text)
-    assert made["simulated"] is True and made["predicted"]["throughput"] == 1000.0 and "measurement" not in made
-    made = yaml.safe_load(render(form, trial(micro_batch=1), DOCUMENT).text)
-    assert made["measurement"]["throughput"] == 1000.0 and not {"simulated", "predicted"} & set(made)
-
-
 GROUPS = {"dp": 8, "zero": 3, "hsdp": 2, "micro_batch": 1, "grad_accum": 2}
 
 
@@ -615,12 +534,6 @@ def test_groups_of_replicas_are_written_where_there_are_such_and_stated_where_no
         notes = parsed(target, **GROUPS)[1]
         assert "hsdp=2 has no counterpart here: pieces are cut over all 8 replicas" in notes and instead in notes
     assert yaml.safe_load(render("yaml", trial(**GROUPS), DOCUMENT).text)["configuration"]["hsdp"] == 2
-
-
-@pytest.mark.parametrize(("target", "form"), FORMS)
-def test_replicas_that_are_one_group_need_no_word(target, form):
-    made = render(target, trial(**GROUPS | {"hsdp": 1}), DOCUMENT, form=form)
-    assert "hsdp" not in " ".join(made.notes) and "optimizer-instances" not in made.text
 
 
 def test_deepspeed_refuses_tp_beside_pp():

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shlex
-import tracemalloc
 from math import prod
 from pathlib import Path
 
@@ -421,28 +420,6 @@ def test_unreadable_files_are_named(given, says, folder):
         read(given)
 
 
-def test_naming_a_framework_imports_no_other_and_no_torch():
-    import subprocess
-    import sys
-
-    names = ["redline.frameworks.megatron", "torch"]
-    code = f"import sys, redline.frameworks as f; f.find_launcher; print([name for name in {names} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_a_changed_argument_that_takes_json_is_read_back():
-    command = "torchrun --nproc-per-node 8 run_clm.py --config_name gpt2 --per_device_train_batch_size 4 --bf16"
-    made = read(command).on()
-    changes = made.changes({**made.config, "zero": 3})
-    assert [each.text for each in changes] == [
-        "--fsdp full_shard",
-        """--fsdp_config '{"reshard_after_forward": true}'""",
-    ]
-    again = read(f"{command} {' '.join(each.text for each in changes)}").on()
-    assert again.config["zero"] == 3 and again.config == {**made.config, "zero": 3}
-    assert made.changes({**made.config, "pp": 2, "dp": 4}) is None, "the Trainer has no pipelines"
-
-
 def megatron(*flags, layers=8):
     command = ["python", "pretrain_gpt.py", "--num-layers", str(layers), "--micro-batch-size", "1", *flags]
     return read([*command, "--hidden-size", "64", "--num-attention-heads", "4", "--global-batch-size", "24"])
@@ -661,17 +638,6 @@ def test_settings_with_several_spellings_are_read(given, knob, value):
     assert read(given).config[knob] == value
 
 
-@pytest.mark.parametrize("layout", [f"E{'t*9999' * 5000}L", "E(t*9999|)*9999L"])
-def test_repetitions_in_a_layout_of_stages_take_little_memory(layout):
-    tracemalloc.start()
-    try:
-        found = megatron("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", layout)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert any("is not followed" in note for note in found.notes) and peak < 16 << 20
-
-
 def test_a_llamafactory_file_with_adapters_loads_weights_in_bf16(folder):
     sft = "model_name_or_path: meta-llama/Meta-Llama-3-8B\nstage: sft\nfinetuning_type: {}\n{}: true\n"
     for kind, switch, expected in (
@@ -679,22 +645,6 @@ def test_a_llamafactory_file_with_adapters_loads_weights_in_bf16(folder):
     ):  # fmt: skip
         (folder / "sft.yaml").write_text(sft.format(kind, switch))
         assert read("sft.yaml").conventions.get("precision") == expected, (kind, switch)
-
-
-def test_a_setting_that_is_there_already_is_no_change(folder):
-    (folder / "run.sh").write_text(
-        "torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8 --micro-batch-size 1 "
-        "--global-batch-size 16 --use-distributed-optimizer --bf16\n"
-    )
-    found = read("run.sh")
-    changes = found.changes({**found.config, "tp": 4, "dp": 2, "zero": 1})
-    assert changes is not None and "--use-distributed-optimizer" not in [each.text for each in changes]
-
-
-def test_a_changed_line_of_yaml_is_nested_as_the_file_is():
-    source = SettingsSource(framework="accelerate", where="x", form="yaml", settings={}, stated=frozenset())
-    change = changed_line(source, SettingsReader({}, "x"), "dynamo_config.dynamo_backend", "INDUCTOR")
-    assert change.text == "dynamo_config: {dynamo_backend: INDUCTOR}"
 
 
 @pytest.mark.parametrize(
@@ -942,17 +892,6 @@ def test_megatrons_flags_without_a_counterpart_in_the_model_are_noted(flags, arc
 def test_megatrons_gradients_have_the_format_that_they_are_reduced_in(flags, conventions):
     found = megatron(*flags.split()).conventions
     assert {name: found[name] for name in conventions} == conventions
-
-
-def test_megatrons_sharded_gradients_are_written_with_its_fsdp():
-    found = read(f"{PRETRAIN} --use-distributed-optimizer").on()
-    texts = {each.text for each in found.changes({**found.config, "zero": 2})}
-    assert texts == {
-        "--use-megatron-fsdp",
-        "--data-parallel-sharding-strategy optim_grads",
-        "--no-gradient-accumulation-fusion",
-        "--ckpt-format fsdp_dtensor",
-    }
 
 
 def test_losses_in_chunks_are_those_of_torchtitan_0_3_and_of_trl():

@@ -79,10 +79,3 @@ def test_a_text_for_another_depth_is_refused_with_both_numbers():
         UsageError, match="its runs are for 8 blocks, but the model has 12: the last run must end at block 11"
     ):
         of_blocks("0-7:ckpt", 12)
-
-
-def test_equal_strategies_have_one_canonical_text():
-    assert canonical(" 0:ckpt,tp2   1-3:tp2,ckpt 4:- ") == "0-3:tp2,ckpt 4:-"
-    assert canonical("0-1:zero3,ep2,tp1") == "0-1:tp1,ep2,zero3"
-    assert canonical("0-1:ckpt,cp2,zero3,sp4,tp1 2:tp1,sp4,cp2,zero3,ckpt") == "0-2:tp1,sp4,cp2,zero3,ckpt"
-    assert canonical("0:offload,ckpt 1:ckpt,offload") == "0-1:ckpt,offload"

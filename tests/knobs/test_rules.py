@@ -1,14 +1,11 @@
 """Each rule gives the same verdict for a strategy, a space, columns of configurations and a training."""
 
 import itertools
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from redline.base.errors import UsageError, WorkloadError
-from redline.estimator import Estimator
-from redline.estimator.facts.model_facts import Matmul, ModelFacts
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.setup import TrainingSetup
 from redline.knobs.rules import GENERAL, RULES, RuleContext, refusal
@@ -167,27 +164,6 @@ def test_an_estimate_refuses_what_no_trainer_can_do(rule):
     own = {"devices": "must divide the devices, 4", "global batch": "must divide the global batch, 16"}
     context = RuleContext(devices=4, global_batch=16, seq_len=18)
     assert own.get(rule.name, rule.reason(context)) in str(caught.value)
-
-
-def test_an_estimate_refuses_experts_by_the_same_rules():
-    dense = ModelFacts.from_shape(layers=2, hidden=64, heads=4, vocabulary=97)
-    products = Matmul(k=64, n=128, count=4, experts=4, rows=0.5), Matmul(k=64, n=64, count=4, experts=4, rows=0.5)
-    parts = tuple(replace(each, matmuls=products) if each.role == "block" else each for each in dense.parts)
-    setup = TrainingSetup(seq_len=16, devices=12, global_batch=12)
-    dense, mixture = (Estimator(each, "a100-80gb", setup) for each in (dense, replace(dense, parts=parts)))
-    for estimator, ep, message in (
-        (dense, 2, "ep=2: the model has no experts, so ep must be 1"),
-        (mixture, 3, "ep=3: ep must divide the 4 experts of a layer: 1, 2 or 4"),
-        (mixture, 8, "ep must divide the dp * sp * cp replicas, but is 12"),
-    ):
-        with pytest.raises(UsageError, match=re.escape(message)):
-            estimator({"ep": ep})
-    with pytest.raises(
-        UsageError, match=r"capacity_factor=1\.5: the model has no experts, so capacity_factor must be 0"
-    ):
-        dense({"capacity_factor": 1.5})
-    with pytest.raises(UsageError, match="etp=1: the model has no experts, so etp must be 0"):
-        dense({"tp": 2, "etp": 1})
 
 
 def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from redline.base.errors import WorkloadError
 from redline.models import workload
-from redline.models.data import BYTE_OFFSET, MAX_TEXT_BYTES, TokenBatches, read_text
+from redline.models.data import BYTE_OFFSET, TokenBatches, read_text
 
 TEXT = "The redline is the highest engine speed short of damage.\n" * 20
 
@@ -46,12 +46,6 @@ def test_every_sequence_has_the_same_number_of_masked_tokens():
     assert (inputs == labels).sum() / count == pytest.approx(0.1, abs=0.03)
 
 
-@pytest.mark.parametrize("pad", [0, 3, 9])
-def test_the_padding_token_never_occurs(pad):
-    ids = TokenBatches(task="causal", seq_len=500, vocab_size=10, pad_id=pad)(4, 0)["input_ids"]
-    assert sorted(ids.unique().tolist()) == [each for each in range(10) if each != pad]
-
-
 def test_without_a_tokenizer_text_is_read_by_bytes(text):
     read = read_text(text("aé"), seq_len=2, vocab_size=300)
     assert read.tokenizer == "bytes"
@@ -66,13 +60,6 @@ def test_batches_are_windows_of_the_text(text):
     assert torch.equal(ids, made.batch(8, 3)["input_ids"])
 
 
-def test_the_workload_s_id_follows_the_text_and_not_its_name(text):
-    made = workload("gpt2-tiny", data=text(TEXT))
-    assert made.id == workload("gpt2-tiny", data=text(TEXT, "other.txt")).id
-    assert made.id != workload("gpt2-tiny").id
-    assert made.id != workload("gpt2-tiny", data=text(TEXT + "more")).id
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -85,24 +72,6 @@ def test_the_workload_s_id_follows_the_text_and_not_its_name(text):
 def test_data_that_is_no_text_is_refused(text, content, message):
     with pytest.raises(WorkloadError, match=message):
         workload("gpt2-tiny", data=text(content))
-
-
-def test_data_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(WorkloadError, match=r"cannot read the data file .*nothing\.txt: No such file"):
-        workload("gpt2-tiny", data=tmp_path / "nothing.txt")
-    with pytest.raises(WorkloadError, match=r"cannot read the data file .*: Is a directory"):
-        workload("gpt2-tiny", data=tmp_path)
-
-
-def test_a_character_cut_by_the_limit_is_left_out(text):
-    # The limit is even: after one byte every two-byte character crosses it.
-    path = text(b"x" + "é".encode() * (MAX_TEXT_BYTES // 2 + 5))
-    assert len(read_text(path, seq_len=2, vocab_size=300).tokens) == MAX_TEXT_BYTES - 1
-
-
-def test_a_vocabulary_without_room_for_bytes_is_refused(text, small):
-    with pytest.raises(WorkloadError, match="at least 259 tokens, but the model has 200"):
-        small(vocab_size=200, data=text(TEXT))
 
 
 @pytest.fixture

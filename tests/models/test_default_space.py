@@ -5,7 +5,7 @@ from math import prod
 import pytest
 from redline.base import device as devices
 from redline.base.errors import SpaceError, UsageError
-from redline.models import Workload, make_space, parallel, workload
+from redline.models import Workload, parallel, workload
 from redline.models.families import Support
 from redline.models.request import TrainingRequest, resolve
 from redline.models.spaces import (
@@ -14,7 +14,6 @@ from redline.models.spaces import (
     lossy_beyond,
     lossy_of_space,
     micro_batches,
-    nothing_allowed,
     ratios,
     set_values,
 )
@@ -59,13 +58,6 @@ def test_a_gpu_has_its_knobs_and_no_others(cuda, compiler):
     assert values(default_space(workload("gpt2"), cuda((7, 0))))["precision"] == ("fp32", "fp16")
 
 
-def test_a_cpu_with_native_bf16_tries_it(cpu, compiler):
-    from dataclasses import replace
-
-    native = replace(cpu, features=frozenset({"bf16"}))
-    assert values(default_space(workload("gpt2-tiny"), native))["precision"] == ("fp32", "bf16")
-
-
 def test_lossy_values_are_there_only_where_they_are_asked_for(cpu, cuda, compiler):
     gpu, made = cuda((9, 0)), workload("gpt2")
     allowed = default_space(made, gpu, allow=("lossy",))
@@ -79,27 +71,6 @@ def test_lossy_values_are_there_only_where_they_are_asked_for(cpu, cuda, compile
     # This model cannot train in fp8, so the space does not offer it.
     with pytest.raises(SpaceError, match="fp8"):
         allowed.fix("precision", "fp8")
-
-
-def test_a_lossy_value_without_gain_is_left_out_with_a_note(cpu, cuda, compiler):
-    for device in (cpu, cuda((7, 0))):
-        space = default_space(workload("gpt2-tiny"), device, allow=("lossy",))
-        assert "bf16_pure" not in values(space)["precision"]
-        assert nothing_allowed(space, ("lossy",)) == (
-            "no lossy value pays on these devices, whose bf16 is emulated; --set precision=bf16_pure tries it anyway",
-        )
-        space.override("precision", ["bf16_pure"])
-    assert nothing_allowed(default_space(workload("gpt2-tiny"), cuda(), allow=("lossy",)), ("lossy",)) == ()
-
-
-def test_unknown_values_of_allow_are_refused(cpu, compiler):
-    with pytest.raises(SpaceError, match="unknown allowance 'lossi'; did you mean 'lossy'"):
-        default_space(workload("gpt2-tiny"), cpu, allow=("lossi",))
-    own = Space()
-    own.choice("micro_batch", [1, 2])
-    made = Workload(model=lambda: None, batch=lambda size, seed: (), loss=lambda output, batch: 0, space=own)
-    with pytest.raises(SpaceError, match="allow=lossy would have no effect"):
-        make_space(made, cpu, allow=("lossy",))
 
 
 def test_slow_values_may_be_requested_and_missing_ones_are_refused(cpu, compiler):
@@ -200,32 +171,6 @@ def test_every_order_of_a_pipeline_is_there_with_what_it_asks_for(cpu, compiler)
     assert {each["zero"] for each in found["interleaved"] if "zero" in each} == {0, 1, 2, 3}
 
 
-def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reasons(cpu, compiler):
-    space = default_space(workload("llama-tiny", global_batch=16), cpu, 4)
-    reasons = {each.text: each.reason for each in space.constraints}
-    assert (
-        "each of 16 stages needs a repeated block, but the model has 8"
-        in reasons["(pp != 4) | (virtual_stages not in [4])"]
-    )
-    for knobs, reason in (
-        ({"pipeline_schedule": "zbv", "virtual_stages": 4, "pp": 2}, "zbv runs 2 model chunks"),
-        ({"pipeline_schedule": "1f1b", "virtual_stages": 2, "pp": 2}, "1f1b runs 1 model chunk"),
-        ({"pipeline_schedule": "interleaved", "virtual_stages": 1, "pp": 2}, "interleaved runs 2 or more model chunks"),
-        ({"pipeline_schedule": "zero_bubble", "pp": 2, "zero": 2}, "in which ZeRO 2 and 3 reduce them"),
-        ({"pipeline_schedule": "zero_bubble", "pp": 2, "fusion": True}, "backward pass of a compiled block"),
-        ({"pipeline_schedule": "zero_bubble", "pp": 2, "checkpoint_ratio": 1.0}, "recompute a block"),
-        ({"pipeline_schedule": "zbv", "pp": 2, "kernels": True}, "gradients are formed once"),
-    ):
-        with pytest.raises(SpaceError, match=reason):
-            space.config(micro_batch=1, **knobs)
-
-
-def test_the_default_on_several_devices_is_plain_data_parallelism(cpu, compiler):
-    default = default_space(workload("bert-tiny", global_batch=16), cpu, 2).default()
-    assert (default["tp"], default["pp"], default["dp"], default["zero"]) == (1, 1, 2, 0)
-    assert (default["micro_batch"], default["grad_accum"]) == (8, 1)
-
-
 def test_degrees_that_the_model_cannot_have_are_excluded_with_the_reason(cpu, compiler):
     # 8 heads but 4 key-value heads; 8 blocks.
     space = default_space(workload("llama-tiny", global_batch=16), cpu, 16)
@@ -291,19 +236,9 @@ def test_without_several_hosts_hsdp_is_absent_with_a_reason(cpu, cuda, compiler)
         assert parallel.no_hsdp(count, device) == reason
 
 
-def test_a_gpu_can_keep_optimizer_state_in_host_memory(cuda, compiler):
-    assert default_space(workload("gpt2"), cuda(), 1)["offload"].values == ("none", "optimizer")
-
-
 def test_a_global_batch_that_cannot_be_shared_is_refused(cpu, compiler):
     with pytest.raises(SpaceError, match="31 is not one of 7; 28 is.*each of 7 stages.*7 ranks must divide"):
         default_space(workload("gpt2-tiny", global_batch=31), cpu, 7)
-
-
-def test_a_global_batch_that_replicas_cannot_share_leaves_what_needs_none(cpu, compiler):
-    space = default_space(workload("gpt2-tiny", global_batch=7), cpu, 2)
-    assert {config["dp"] for config in space} == {1}
-    assert space.default()["tp"] == 2 and space.default()["micro_batch"] == 7
 
 
 def test_micro_batches_are_the_divisors_or_where_too_many_the_powers_of_two():
@@ -340,27 +275,6 @@ def test_fusion_needs_a_compiler_and_python_s_headers(cpu, cuda, monkeypatch, tm
     assert devices.fusion_obstacle(cuda()) == "triton is not installed"
 
 
-def test_a_vocabulary_that_is_padded_is_named_beside_the_degree(cuda, compiler):
-    knob = default_space(workload("gpt2"), cuda(count=4), devices=4)["tp"]
-    for degree, padded in ((2, "50,258"), (4, "50,260")):
-        assert f"at {degree} the 50,257 rows of 'transformer.wte.weight' are padded to {padded}" in knob.help
-    assert "padded" not in default_space(workload("t5-base"), cuda(count=4), devices=4)["tp"].help
-
-
-def test_as_many_heads_as_a_head_has_features_can_be_cut(cuda, compiler):
-    # T5's bias of relative positions has a number for each of the 8 heads, whose width is 8.
-    space = default_space(workload("t5-tiny"), cuda(count=4), devices=4)
-    assert [space.config(tp=tp, pp=1, micro_batch=8)["tp"] for tp in (2, 4)] == [2, 4]
-
-
-def test_zero_beside_a_pipeline_is_left_out_where_a_stage_holds_tied_weights(cuda, compiler):
-    space = default_space(workload("t5-tiny"), cuda(count=4), devices=4)
-    assert space.config(pp=2, tp=1, zero=1, micro_batch=8)
-    assert space.config(pp=1, tp=1, zero=3, micro_batch=8)
-    with pytest.raises(SpaceError, match="one stage has tied weights"):
-        space.config(pp=2, tp=1, zero=3, micro_batch=8)
-
-
 def test_expert_rows_are_dropped_only_on_request(cpu, compiler):
     mixture = default_space(workload("mixtral-tiny"), cpu, allow=("lossy",))
     assert "capacity_factor" not in values(mixture) and "capacity_factor" not in mixture.default()
@@ -373,25 +287,6 @@ def test_expert_rows_are_dropped_only_on_request(cpu, compiler):
     dense = default_space(workload("llama-tiny"), cpu)
     with pytest.raises(SpaceError, match="the model has no experts, so capacity_factor must be 0"):
         set_values(dense, "capacity_factor", [1.25])
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("0-3:tp1 4-7:-", "must divide micro_batch; sp or cp of the run leaves fewer of them"),
-        ("0-3:tp1,sp4 4-7:-", r"tp \* sp \* cp of the run must divide tp \* sp \* cp of the knobs"),
-        ("0-3:tp1,cp32 4-7:-", r"sp \* cp of a run, and 2 \* cp in a ring, must divide the 16 tokens"),
-        ("0-3:tp1,sp16 4-7:-", r"tp \* sp of a run must divide the 8 attention heads: 1, 2, 4 or 8"),
-    ],
-)
-def test_a_run_that_shares_sequences_where_it_cannot_is_refused_with_the_numbers(cpu, compiler, text, reason):
-    space = default_space(workload("llama-tiny", seq_len=16, global_batch=16), cpu, 2)
-    fix_knob(space, "tp", 2)
-    fix_knob(space, "micro_batch", 1)
-    with pytest.raises(SpaceError, match=reason):
-        fix_knob(space, "strategy", text)
-    fix_knob(space, "strategy", "0-3:tp1,sp2 4-7:-")
-    assert len(space) > 0
 
 
 def test_devices_that_could_only_be_replicas_are_refused_where_a_loss_is_of_one_replica(cpu):

@@ -2,7 +2,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from redline.base.errors import ScheduleError
 from redline.knobs.meaning import recomputed
 from redline.models import workload
 from redline.models.families import generic_schedule, schedule_of
@@ -31,10 +30,6 @@ def test_the_generic_schedule_finds_the_blocks_each_family_names(name):
     assert paths(generic_schedule.blocks(sch)) == paths(made.schedule.blocks(sch))
     assert made.schedule is not generic_schedule
     assert schedule_of(made.model.model_type) is made.schedule
-
-
-def test_a_family_without_a_file_gets_the_generic_schedule():
-    assert schedule_of("gpt_neox") is generic_schedule
 
 
 def test_checkpointing_and_fusion_are_applied_where_they_are_asked_for(small):
@@ -79,20 +74,6 @@ def test_blocks_are_those_of_the_largest_list_and_of_lists_like_it():
 )
 def test_a_model_in_which_nothing_repeats_has_no_blocks(model):
     assert generic_schedule.blocks(create_schedule(model)) == []
-
-
-def test_without_blocks_fusion_compiles_the_model_and_checkpointing_does_nothing():
-    sch = create_schedule(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    generic_schedule(sch, {"fusion": True, "checkpoint_ratio": 1.0})
-    assert [(each.path, each.primitive) for each in sch.tree.steps] == [("", "compile")]
-
-
-def test_without_a_mesh_a_cut_model_is_refused_in_words(small):
-    made = small("gpt2")
-    with torch.device("meta"):
-        sch = create_schedule(made.build_model())
-    with pytest.raises(ScheduleError, match="the mesh must have an axis named tp, but there is no mesh"):
-        made.schedule(sch, {"tp": 2})
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 12, 48])

@@ -3,7 +3,6 @@ knobs that something reads.
 """
 
 import pytest
-import redline
 import torch
 from hypothesis import given, strategies as st
 from redline.base.device import Device
@@ -125,15 +124,3 @@ def test_a_knob_that_nothing_reads_is_refused():
     assert note == "the knob 'precison' has no standard meaning; did you mean 'precision'?"
     with pytest.raises(SpaceError, match="no function of gpt2-tiny takes the configuration"):
         resolve(TrainingRequest("gpt2-tiny", space=space), CPU, 1)
-
-
-def test_a_knob_that_another_follows_is_read():
-    space = Space()
-    size = space.choice("size", [1, 2])
-    space.derive("micro_batch", 16 * size)
-    assert resolve(TrainingRequest(mlp(), space=space), CPU, 1).notes == ()
-
-
-def test_a_dict_is_no_space():
-    with pytest.raises(UsageError, match="space must be a redline.Space or the path of its YAML, but got a dict"):
-        redline.tune(mlp(), {"micro_batch": [8, 16]})

@@ -45,14 +45,6 @@ def test_a_family_without_a_schedule_of_its_own_is_scheduled_by_what_repeats(fol
     assert "of the 3 repeated blocks" in space["checkpoint_ratio"].help
 
 
-def test_the_default_length_is_that_of_the_positions_but_not_endless(folder):
-    values = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
-              "num_key_value_heads": 2, "intermediate_size": 32, "vocab_size": 300}  # fmt: skip
-    assert workload(folder(**values, max_position_embeddings=131072)).seq_len == 4096
-    # Rotary positions are computed, so any length works.
-    assert workload(folder(**values, max_position_embeddings=64), seq_len=100).seq_len == 100
-
-
 @pytest.mark.parametrize(
     ("name", "limit"), [("gpt2", 1024), ("bert-base", 512), ("roberta-large", 512), ("opt-350m", 2048)]
 )
@@ -80,16 +72,6 @@ def test_a_bad_configuration_is_refused_with_what_is_wrong(tmp_path, content, me
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(WorkloadError, match=message):
         workload(tmp_path)
-
-
-def test_binary_and_missing_files_are_refused(tmp_path):
-    (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(WorkloadError, match="not UTF-8 text"):
-        workload(tmp_path / "weights.bin")
-    with pytest.raises(WorkloadError, match=r"contains no config\.json"):
-        workload(tmp_path)
-    with pytest.raises(WorkloadError, match="there is no file or folder"):
-        workload(str(tmp_path / "nowhere" / "config.json"))
 
 
 def test_an_unknown_name_comes_with_the_nearest():
@@ -165,14 +147,6 @@ def test_attentions_are_those_of_the_architecture_and_the_device(small, cpu, cud
     assert small("llama").model.attentions(cuda()) == ("sdpa", "eager", "flash_attention_2")
     assert small("llama").model.attentions(cuda((7, 5))) == ("sdpa", "eager")
     assert small("llama").model.attentions(cpu) == ("sdpa", "eager")
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_attention_knob_reaches_the_model(small, attention):
-    with torch.device("meta"):
-        model = small("gpt2").build_model({"attention": attention})
-    assert model.config._attn_implementation == attention
-    assert model.config.use_cache is False
 
 
 def test_importing_a_models_class_does_not_initialise_cuda(monkeypatch):

@@ -69,6 +69,7 @@ def test_samples_of_a_fixed_length_are_answered_with_the_reason():
     assert "calls torch more than 3,120 times, as a loop over the sequence does" in found.reason
 
 
+@pytest.mark.slow
 def test_the_space_of_a_small_mamba_does_not_wait_for_its_scan(monkeypatch):
     tokens = 2048
     arguments = {"hidden_size": 32, "num_hidden_layers": 4, "state_size": 4, "vocab_size": 500}
@@ -82,6 +83,7 @@ def test_the_space_of_a_small_mamba_does_not_wait_for_its_scan(monkeypatch):
     assert 0 < len(calls) < tokens // 2, "there is one for each position and block"
 
 
+@pytest.mark.slow
 def test_an_estimate_of_a_loop_over_the_sequence_is_refused_at_the_bound(tmp_path):
     Looping.steps = 0
     with pytest.raises(TracingError, match="calls torch more than .* as a loop over the sequence does"):

@@ -4,11 +4,9 @@ import pytest
 import torch
 from redline.base.device import Device
 from redline.models import Workload
-from redline.models.flops import flops_of
 from redline.models.mixing import mixing_of
 from redline.models.request import TrainingRequest, resolve
 from redline.models.spaces import default_space, lossy_of_space
-from redline.trainer.planning import training_space
 from torch import nn
 
 CPU = Device(type="cpu", name="CPU", count=2, memory_mib=8192)
@@ -68,11 +66,6 @@ def test_the_micro_batch_varies_only_where_it_is_the_same_training(made, mixes):
     assert lossy_of_space(allowed).get("micro_batch", []) == ([1, 2, 4, 16, 32] if mixes else [])
 
 
-def test_operations_of_a_batch_norm_are_counted_with_two_samples():
-    forward = 2 * (8 * 16 + 16 * 4)
-    assert flops_of(workload(batch_norm)).per_sample == 2 * forward + 2 * 16 * 4, "the input has no gradient"
-
-
 def test_requested_values_are_marked_and_noted():
     found = resolve(TrainingRequest(workload(batch_norm), override={"micro_batch": [4, 8, 16]}), CPU, 1)
     assert lossy_of_space(found.space) == {"micro_batch": [4, 16]}
@@ -91,10 +84,3 @@ def test_statistics_over_all_replicas_fix_their_number_too():
     space = default_space(workload(lambda: nn.SyncBatchNorm(16)), CPU, 2)
     assert {config["dp"] for config in space} == {2}
     assert all(config["sp"] == config["cp"] == 1 for config in default_space(workload(batch_norm), CPU, 2))
-
-
-def test_a_resumed_training_keeps_its_micro_batch():
-    like = {"micro_batch": 4, "grad_accum": 8}
-    space, notes = training_space(workload(batch_norm), CPU, 1, like)
-    assert list(space["micro_batch"].values) == [4] and not notes
-    assert len(training_space(workload(layer_norm), CPU, 1, like)[0]["micro_batch"].values) > 1

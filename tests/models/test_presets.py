@@ -48,6 +48,8 @@ PUBLISHED_MILLIONS = {
     "vit-large": 304.3,
     "wide-resnet-28-10": 36.5,
 }
+
+
 TINY = {
     "deepseek-v3-tiny",
     "qwen3-moe-tiny",
@@ -59,6 +61,7 @@ TINY = {
     "vit-tiny",
     "wide-resnet-tiny",
 }
+
 IMAGES = [name for name, preset in PRESETS.items() if preset.task == "image"]
 
 

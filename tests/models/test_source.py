@@ -117,12 +117,6 @@ def test_a_file_may_import_files_beside_it(file):
     assert pickle.loads(cloudpickle.dumps(made)).id == made.id
 
 
-def test_a_file_s_id_follows_its_text(file):
-    before = workload(f"{file()}:net").id
-    assert workload(f"{file(FILE, 'copy.py')}:net").id == before
-    assert workload(f"{file(FILE.replace('blocks=3', 'blocks=4'))}:net").id != before
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -154,19 +148,3 @@ def test_a_file_that_fails_is_refused_with_the_line_and_the_error(file, text, me
     for _ in range(2):  # the first attempt leaves nothing behind
         with pytest.raises(WorkloadError, match=message):
             workload(f"{file(text)}:net")
-
-
-def test_a_file_that_is_not_there_or_no_python_is_refused(tmp_path):
-    with pytest.raises(WorkloadError, match=r"cannot read the Python file .*none\.py: No such file"):
-        workload(f"{tmp_path}/none.py:net")
-    (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
-    with pytest.raises(WorkloadError, match=r"binary\.py is not a Python file"):
-        workload(f"{tmp_path}/binary.py:net")
-    with pytest.raises(WorkloadError, match=r"No such file or directory; did you mean 'binary\.py'\?"):
-        workload(f"{tmp_path}/binari.py:net")
-    for name, more in (("train.yaml", ""), ("book.ipynb", "; save the notebook's code as one")):
-        (tmp_path / name).write_text("{}")
-        with pytest.raises(WorkloadError, match=f"{name} is not a Python file: .* ends in .py{more}$"):
-            workload(f"{tmp_path}/{name}:net")
-    with pytest.raises(WorkloadError, match=r"there is no file .*/binary: .*; did you mean 'binary\.py'\?"):
-        workload(f"{tmp_path}/binary:net")

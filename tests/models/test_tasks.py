@@ -95,10 +95,3 @@ def test_another_class_is_refused_with_the_workload_to_write(folder, model_type,
     lines = str(refusal.value).splitlines()
     assert "    workload = rl.Workload(" in lines
     assert f"        model=lambda: {name}(config)," in lines
-
-
-@pytest.mark.parametrize("name", ["CLIPForImageClassification", "CLIPModel", "SiglipModel"])
-def test_images_have_the_size_of_the_nested_image_model(folder, name):
-    values = {**_CLIP, "vision_config": {**_CLIP["vision_config"], "num_channels": 1}}
-    made = workload(folder(model_type=CLASSES[name][0], architectures=[name], **values))
-    assert make_batch(made, 2, 0)["pixel_values"].shape == (2, 1, 32, 32)

@@ -1,16 +1,13 @@
 """Users' own workloads, valid and invalid."""
 
-import inspect
 import json
 from dataclasses import replace
 from itertools import count
 
-import numeric
 import pytest
 import torch
 from redline.base.errors import WorkloadError
 from redline.models import Workload, flops_of, make_space, reduction, workload
-from redline.models.resolve import _refuse_misspelt
 from redline.space import Space
 from redline.training import Training
 from torch import nn
@@ -59,17 +56,6 @@ def first_loss(made, **knobs):
     return float(Training(made, {"micro_batch": 8, **knobs}, CPU).step())
 
 
-def test_model_batch_and_loss_are_enough(cpu, seed):
-    made = workload(own())
-    space = make_space(made, cpu)
-    assert {"micro_batch", "checkpoint_ratio", "precision", "fused_optimizer"} <= {k.name for k in space.knobs}
-    assert "attention" not in {k.name for k in space.knobs}
-    assert (made.unit, made.name) == ("samples/s", "Net")
-    for config in space.sample(6, seed=1):
-        if not config.get("fusion"):
-            numeric.hold(numeric.departure(made, config, seed))
-
-
 def test_a_dict_gives_the_model_what_its_forward_takes():
     def named(size, seed):
         x, y = pairs(size, seed)
@@ -84,17 +70,6 @@ def test_a_model_may_return_its_own_loss():
             return {"loss": F.mse_loss(super().forward(x), y)}
 
     assert first_loss(own(model=WithLoss, loss=None)) == first_loss(own())
-
-
-def test_a_builder_may_look_at_the_configuration():
-    seen = []
-
-    def build(config):
-        seen.append(config["micro_batch"])
-        return Net()
-
-    first_loss(own(model=build))
-    assert seen == [8]
 
 
 def test_a_model_that_cannot_be_made_without_its_weights_is_made_in_place():
@@ -165,11 +140,6 @@ def test_a_space_of_one_s_own_is_used_as_it_is_or_as_it_is_made(cpu):
         make_space(own(space=lambda: 3), cpu)
 
 
-def test_a_complete_configuration_determines_the_global_batch():
-    training = Training(own(), {"micro_batch": 2, "grad_accum": 3}, CPU)
-    assert (training.samples_per_step, training.tokens_per_step) == (6, None)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -230,15 +200,6 @@ def test_wrong_return_values_are_refused_before_tuning(changed, message):
         workload(own(**changed))
 
 
-def test_a_model_without_a_loss_is_refused():
-    class Silent(Net):
-        def forward(self, x, y):
-            return {"logits": x}
-
-    with pytest.raises(WorkloadError, match=r"returned dict without a loss; give Workload\(loss=...\)"):
-        workload(own(model=Silent, loss=None))
-
-
 def cross_entropy(reduction, pick=lambda output: output):
     def loss(output, batch):
         return F.cross_entropy(pick(output).float(), batch[1].argmax(dim=1), reduction=reduction)
@@ -297,14 +258,6 @@ def test_whether_a_loss_is_a_sum_is_found_out_without_running_the_model_and_at_l
     assert flops_of(workload(replace(sums))).per_sample  # its outputs are too large to be made up
 
 
-def test_options_that_the_workload_defines_are_refused():
-    assert workload(own(), global_batch=4).global_batch == 4
-    with pytest.raises(WorkloadError, match="seq_len is part of the workload 'Net'"):
-        workload(own(), seq_len=64)
-    with pytest.raises(WorkloadError, match="data is part of the workload 'Net'"):
-        workload(own(), data="text.txt")
-
-
 def test_an_id_follows_what_the_functions_say():
     assert own().id == own().id
     others = [own(global_batch=4), own(model=Block), own(loss=lambda output, batch: output.sum())]
@@ -333,16 +286,3 @@ def test_a_misspelt_field_of_a_configuration_is_refused_with_the_nearest(tmp_pat
     )
     with pytest.raises(WorkloadError, match="'hidden_sizee' is not a field of a llama; did you mean 'hidden_size'"):
         workload(tmp_path / "config.json")
-
-
-@pytest.mark.parametrize("model_type", ["nougat", "gemma4_assistant", "llama", "gpt2", "distilbert"])
-def test_a_configuration_with_its_own_fields_is_not_called_misspelt(model_type):
-    from transformers import CONFIG_MAPPING
-
-    # Two of these have no default configuration: what fields they have comes from the class.
-    configuration_class = CONFIG_MAPPING[model_type]
-    names = inspect.signature(configuration_class).parameters.keys() | configuration_class.attribute_map.keys()
-    _refuse_misspelt(dict.fromkeys(names), configuration_class, "config.json")
-    _refuse_misspelt({"of_our_own": 1}, configuration_class, "config.json")
-    with pytest.raises(WorkloadError, match="is not a field of a"):
-        _refuse_misspelt({"problem_typee": 1}, configuration_class, "config.json")

@@ -78,14 +78,6 @@ def test_an_outcome_whose_state_was_cut_off_counts_and_is_completed(written, tmp
     assert study.best_value == 10.0
 
 
-def test_an_unfinished_record_is_cut_off(written, tmp_path):
-    data, _, reopen = written
-    for tail in (b"", b'{"op_code"', b"x" * 200_000):
-        assert len(reopen(data + tail, tmp_path / "cut").trials()) == 3
-        assert (tmp_path / "cut" / "study.log").read_bytes() == data
-        shutil.rmtree(tmp_path / "cut")
-
-
 @pytest.mark.parametrize("bad", [b"not a record\n", b"[1, 2]\n", b'{"op_code": 4}\n', b'{"op_code": 99}\n'])
 def test_damage_in_the_middle_is_reported_and_left_as_it_is(bad, written, tmp_path):
     data, _, reopen = written
@@ -107,15 +99,6 @@ def test_the_lock_of_a_killed_process_is_removed_in_seconds(tmp_path, knobs, mak
     assert time.monotonic() - begin < 20, "Optuna would wait 30 s by default"
     ledger.close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["study.log"]
-
-
-def test_a_relative_path_works_from_wherever_the_process_goes(tmp_path, monkeypatch, knobs, make_config, point):
-    monkeypatch.chdir(tmp_path)
-    ledger = Ledger.open("study.log", name="a", metadata={}, knobs=knobs, make_config=make_config)
-    monkeypatch.chdir("/")
-    ledger.start(point(0), sampler="tpe")
-    ledger.close()
-    assert len(Ledger.load(tmp_path / "study.log").trials()) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -105,15 +105,6 @@ def test_numbers_count_from_0_and_pending_trials_wait_for_their_outcome(source, 
     assert [trial.number for trial in open_ledger(source).pending()] == [3, 4]
 
 
-def test_values_keep_their_types(source, open_ledger, make_config):
-    config = make_config({"a": 1, "b": 1.0, "c": True, "d": "1", "e": None, "f": 2**70})
-    open_ledger(source, knobs={"a": (1, 2), "f": (2**70, 3)}).start(config, sampler="user")
-    kept = open_ledger(source).trials()[0].config.to_dict()
-    assert {name: (type(value), value) for name, value in kept.items()} == {
-        name: (type(value), value) for name, value in config.items()
-    }
-
-
 def test_optuna_reads_the_ledger(tmp_path, open_ledger, point, ok, oom):
     ledger = open_ledger(tmp_path / "study.log")
     outcomes = [

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 from redline.frameworks import export_targets, render
-from redline.knobs.lossy import exactness, lossy_in
-from redline.results import Measurement, Status, Trial, View, listing, summary
+from redline.results import View, listing, summary
 from redline.views.compare import compare
 from redline.views.notebook import html
 from redline.views.report.document import document
@@ -94,21 +93,3 @@ def test_a_run_that_asked_for_none_says_nothing_of_it(tmp_path, open_run, point,
         assert "lossy" not in shown(run) and "master" not in shown(run)
     assert "best_exact" not in yaml.safe_load((tmp_path / "best.yaml").read_text())
     assert document(RunFiles.read(tmp_path))["headline"]["exactness"] == ""
-
-
-def test_only_the_values_that_are_named_are_lossy():
-    lossy = {"precision": ("bf16_pure", "fp8")}
-    assert lossy_in({"precision": "fp8", "tp": 2}, lossy) == ("precision",)
-    assert lossy_in({"precision": "bf16"}, lossy) == lossy_in({"tp": 2}, lossy) == ()
-    assert exactness(["precision"]) == "without lossy values"
-    assert exactness([]) == ""
-
-
-def test_remeasured_exact_trials_lead():
-    def trial(number, speed, lossy=(), **more):
-        measured = Measurement(status=Status.OK, throughput=speed)
-        return Trial(number=number, config={}, measurement=measured, lossy=lossy, **more)
-
-    lossy = trial(1, 9.0, ("precision",), remeasured=(9.0,))
-    trials = [trial(0, 5.0, remeasured=(5.0,)), lossy, trial(2, 8.0)]
-    assert summary.best_exact(trials).number == 0

@@ -63,12 +63,6 @@ def test_a_new_run_leaves_the_files_of_the_design(tmp_path, open_run, asked, poi
     ]
 
 
-def test_trials_csv_has_its_header_before_the_first_trial(tmp_path, open_run):
-    with open_run(tmp_path):
-        frame = read_table(tmp_path / "trials.csv")
-    assert len(frame) == 0
-
-
 def test_a_folder_with_a_run_is_refused_with_both_ways_out(tmp_path, open_run):
     open_run(tmp_path).close()
     before = snapshot(tmp_path)
@@ -169,22 +163,6 @@ def test_a_changed_request_is_refused_with_the_difference(path, value, message, 
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("workload.spec", "/elsewhere/gpt2"),
-        ("devices.memory_mib", 24010),
-        ("memory_limit_mib", 1024.0),
-        ("space.knobs.0.values", (1, 2, 4, 8)),
-        ("trials", 50),
-    ],
-)
-def test_irrelevant_changes_of_the_request_are_accepted(path, value, tmp_path, open_run, asked):
-    open_run(tmp_path).close()
-    with open_run(tmp_path, asked=changed(asked, path, value), resume=True) as run:
-        assert run.notes == ()
-
-
 def test_changed_samplers_and_versions_are_noted_once(tmp_path, open_run, asked, monkeypatch):
     open_run(tmp_path).close()
     now = environment.versions() | {"torch": "99.0"}
@@ -194,14 +172,6 @@ def test_changed_samplers_and_versions_are_noted_once(tmp_path, open_run, asked,
         assert run.notes[1].startswith("torch: was ") and "now 99.0" in run.notes[1]
     with open_run(tmp_path, resume=True) as run:
         assert run.notes == ()
-
-
-def test_a_run_of_a_newer_redline_is_refused_with_advice(tmp_path, open_run):
-    open_run(tmp_path).close()
-    text = (tmp_path / "run.yaml").read_text()
-    (tmp_path / "run.yaml").write_text(text.replace("format: 1", f"format: {request.FORMAT + 1}"))
-    with pytest.raises(StudyError, match="newer redline.*install that redline"):
-        open_run(tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("text", ["a: [", "", "- 1\n", "format: x\n", "format: true\n", "format: 1\n", "\x00"])
@@ -315,27 +285,6 @@ def test_best_yaml_says_what_won_and_how_to_have_it_again(tmp_path, open_run, po
     assert best["reproduce"] == "redline tune gpt2-tiny --fix attention=sdpa --out 'my runs'"
 
 
-def test_best_yaml_says_what_was_trained(tmp_path, open_run, point, ok):
-    """best.yaml suffices to train on a machine without the run's folder."""
-    with open_run(tmp_path) as run:
-        run.start(point(0), sampler="default")
-        run.finish(0, ok(100.0))
-        run.document["asked"] |= {
-            "workload": {"id": "3f2a", "spec": "gpt2-tiny", "lora": "r=4"}, "seq_len": 64, "memory_limit_mib": 900.0,
-            "devices": {"type": "cpu", "name": "a processor", "used": 2, "capability": None},
-        }  # fmt: skip
-        path = run.write_best(["redline"])
-    best = yaml.safe_load(path.read_text())
-    assert best["trains"] == {
-        "model": "gpt2-tiny",
-        "workload": {"id": "3f2a", "spec": "gpt2-tiny", "lora": "r=4"},
-        "seq_len": 64,
-        "global_batch": run.document["asked"]["global_batch"],
-        "memory_limit_mib": 900.0,
-        "devices": {"type": "cpu", "name": "a processor", "used": 2},
-    }
-
-
 def test_best_yaml_says_why_there_is_none(tmp_path, open_run, point, oom):
     with open_run(tmp_path) as run:
         for number, peak in enumerate([3000.0, 1500.0, 2000.0]):
@@ -349,18 +298,6 @@ def test_best_yaml_says_why_there_is_none(tmp_path, open_run, point, oom):
     )
     assert best["default"]["status"] == "oom"
     assert best["gain"] is None
-
-
-def test_a_view_shows_a_run_at_work_and_changes_nothing(tmp_path, open_run, make_config, point, ok):
-    with open_run(tmp_path) as run:
-        run.start(point(0), sampler="tpe")
-        run.finish(0, ok(5.0))
-        run.start(point(1), sampler="tpe")
-        before = snapshot(tmp_path)
-        view = View(tmp_path, make_config)
-        assert view.trials() == run.trials()
-        assert (view.problems, view.document["asked"]["model"]) == ([], "gpt2-tiny")
-        assert snapshot(tmp_path) == before
 
 
 def test_a_view_needs_the_ledger_and_nothing_else(tmp_path, open_run, point, ok):
@@ -382,21 +319,6 @@ def test_a_view_needs_the_ledger_and_nothing_else(tmp_path, open_run, point, ok)
             View(path)
 
 
-def test_closing_brings_the_row_of_an_interrupted_re_measurement_up_to_date(tmp_path, open_run, point, ok, monkeypatch):
-    def interrupted(*trials):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    run = open_run(tmp_path)
-    run.start(point(), sampler="tpe")
-    run.finish(0, ok(3.0))
-    monkeypatch.setattr(run, "_tabulate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run.remeasure(0, [4.0])
-    run.close()
-    assert list(read_table(tmp_path / "trials.csv")["throughput"]) == [4.0]
-
-
 def test_the_hosts_that_a_runner_finds_are_kept_and_keep_no_run_from_going_on(tmp_path, open_run, asked):
     with open_run(tmp_path / "a") as run:
         run.record_hosts(None)
@@ -410,12 +332,3 @@ def test_the_hosts_that_a_runner_finds_are_kept_and_keep_no_run_from_going_on(tm
     assert yaml.safe_load((run.path / "run.yaml").read_text())["asked"]["devices"]["per_host"] == 4
     other = {**asked, "devices": {**asked["devices"], "count": 2}}
     assert request.conflicts(run.document["asked"], other) == ["devices.count: was 1, now 2"]
-
-
-def test_a_fork_that_ends_does_not_take_the_lock_along(tmp_path, in_child):
-    lock = FolderLock(tmp_path)
-    in_child(lock.release)
-    with pytest.raises(StudyError, match="in use by process"):
-        FolderLock(tmp_path)
-    lock.release()
-    FolderLock(tmp_path).release()

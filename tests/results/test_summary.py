@@ -17,13 +17,6 @@ def pending(number, **more):
     return Trial(number=number, config={}, **more)
 
 
-def test_the_best_is_the_fastest_and_of_equals_the_first():
-    trials = [trial(0, 5.0), trial(1, 9.0), trial(2), pending(3), trial(4, 9.0)]
-    assert summary.best(trials).number == 1
-    assert [each.number for each in summary.leaders(trials, 2)] == [1, 4]
-    assert [each.number for each in summary.leaders(trials)] == [1, 4, 0]
-
-
 def test_a_confirmed_trial_wins_over_a_single_fast_measurement():
     trials = [
         trial(0, 100.0, remeasured=(50.0, 52.0, 51.0)),
@@ -49,35 +42,6 @@ def test_the_gain_is_over_the_default_configuration_measured_in_this_run():
     assert summary.gain([winner]) is None
     assert summary.gain([trial(0, sampler="default"), winner]) is None
     assert summary.gain([pending(0, sampler="default"), winner]) is None
-
-
-def test_counts_name_every_status_and_no_pending_trial():
-    trials = [trial(0, 1.0), trial(1, status=Status.OOM), trial(2, status=Status.OOM), pending(3)]
-    assert summary.counts(trials) == {
-        Status.OK: 1,
-        Status.OOM: 2,
-        Status.TIMEOUT: 0,
-        Status.CRASH: 0,
-        Status.WRONG: 0,
-        Status.SKIPPED: 0,
-    }
-
-
-def test_the_best_so_far_never_falls_and_begins_with_the_first_success():
-    trials = [trial(0), trial(1, 5.0), pending(2), trial(3, 3.0), trial(4, 8.0), trial(5)]
-    assert summary.best_so_far(trials) == [None, 5.0, 5.0, 8.0, 8.0]
-
-
-def test_the_smallest_need_is_among_the_ooms_only():
-    trials = [
-        trial(0, 1.0, peak_memory_mib=10.0),
-        trial(1, status=Status.OOM, peak_memory_mib=3000.0),
-        trial(2, status=Status.OOM),
-        trial(3, status=Status.OOM, peak_memory_mib=2000.5),
-        pending(4),
-    ]
-    assert summary.smallest_need(trials).number == 3
-    assert summary.smallest_need(trials[:1]) is None
 
 
 @pytest.mark.parametrize(
@@ -150,20 +114,6 @@ def test_re_measurements_that_agree_narrow_the_interval_by_their_number():
     widths = [judged(first, [100.0, 101.0] * many).measured.spread for many in (1, 3, 9)]
     assert judged(first, [100.0]).measured.spread == pytest.approx(0.20)
     assert 0.10 < widths[0] < 0.20 and 0.04 < widths[1] < 0.09 and widths[2] < 0.03
-
-
-def test_throughputs_without_a_step_time_have_an_interval_too():
-    base = trial(0, 100.0, unit="tokens/s", throughput_spread=1.0, sampler="default")
-    faster = trial(1, 101.0, unit="tokens/s", throughput_spread=1.0)
-    assert str(summary.gain([base, faster])) == "no measurable gain (1.01x ± 0.01)"
-    # Two callables without any interval: re-measurements have one.
-    rounds = [[100.0, 103.0, 97.0, 101.0, 99.0, 100.0], [101.0, 97.0, 104.0, 100.0, 102.0, 98.0]]
-    again = [
-        trial(at, 100.0, remeasured=many, sampler="default" if at == 0 else "bayes") for at, many in enumerate(rounds)
-    ]
-    assert not summary.gain(again).shown and 0.01 < again[0].measured.spread < 0.05
-    assert trial(0, -2.0, remeasured=[-2.0, -2.2]).measured.spread > 0
-    assert judged(faster, (), Measurement(status=Status.CRASH)).measured.spread is None
 
 
 def test_a_summary_counts_failures_and_has_the_first_reason():

@@ -11,7 +11,7 @@ import redline
 from hypothesis import given, settings, strategies as st
 from redline.base.errors import StudyError
 from redline.results import Measurement, Status, Trial, read_table, table_frame
-from redline.results.columns import FIXED, cell, fold, number, row, unquoted
+from redline.results.columns import FIXED, fold, number, row, unquoted
 from redline.results.table import Table, parse, trials_of
 
 HEADER = (
@@ -87,11 +87,6 @@ def test_numbers_have_no_exponent_unless_they_must(value, text):
     assert number(value) == text
 
 
-def test_knobs_are_written_exactly():
-    for value in (1, 1.0, 0.1 + 0.2, 2**70, 1e-05, "1", "true"):
-        assert cell(value, "knob.x") == (value if isinstance(value, str) else repr(value))
-
-
 @given(TEXTS)
 def test_a_folded_text_is_one_printable_line_and_folding_again_changes_nothing(text):
     folded = fold(text)
@@ -157,27 +152,6 @@ def test_hostile_values_come_back(tmp_path_factory, rows):
     assert list(map(unquoted, by_pandas["reason"])) == [fold(outcome.reason) for outcome, _, _ in rows]
 
 
-def test_a_knob_without_a_column_is_refused(tmp_path):
-    with pytest.raises(StudyError, match="knob 'pp', which has no column"):
-        write(tmp_path / "trials.csv", ["tp"], trial(0, {"tp": 1, "pp": 2}))
-
-
-def test_a_file_that_another_process_appends_to_gives_its_whole_rows(tmp_path):
-    path = tmp_path / "trials.csv"
-    write(path, ["tp", "name"], *(trial(i, {"tp": i, "name": f'"{i}", é'}) for i in range(4)))
-    data = path.read_bytes()
-    whole = read_table(path)
-    header_end = data.index(b"\n")
-    for length in [*range(0, header_end, 29), *range(header_end + 1, len(data))]:
-        path.write_bytes(data[:length])
-        if length < header_end:
-            with pytest.raises(StudyError, match="it has no column"):
-                read_table(path)
-            continue
-        rows = data[:length].count(b"\n") - 1
-        pandas.testing.assert_frame_equal(read_table(path), whole[:rows], check_dtype=rows > 0)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -231,11 +205,6 @@ def test_other_csv_files_are_refused_with_the_missing_columns(tmp_path, text, wo
     path.write_text(text)
     with pytest.raises(StudyError, match=words):
         read_table(path)
-
-
-def test_a_file_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(StudyError, match="No such file"):
-        read_table(tmp_path / "trials.csv")
 
 
 def test_a_frame_of_trials_is_what_reading_their_table_gives(tmp_path):

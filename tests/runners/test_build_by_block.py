@@ -88,6 +88,7 @@ def ran(agent, config, *, devices=1, limit_mib=None):
     return runner.run(TrialRequest(config=Config(config), number=0))
 
 
+@pytest.mark.slow
 def test_replicas_train_a_model_whose_whole_none_of_them_may_hold(agent):
     limit_mib = 0.9 * WHOLE_MIB
     config = {"dp": 2, "zero": 3, "precision": "bf16_pure", "micro_batch": 2}

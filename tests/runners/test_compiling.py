@@ -13,7 +13,7 @@ from redline.runners import TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
 from redline.runners.trial.compiling import Compilation
 from redline.runners.trial.dry_run import DryRun, DryRunReport
-from redline.runners.trial.job import COLLECTIVE_MARGIN_S, Outcome, RankOutcome
+from redline.runners.trial.job import Outcome, RankOutcome
 from redline.runners.trial.timing import TimingPlan
 from redline.space import Config
 
@@ -67,20 +67,6 @@ def test_a_rank_counts_as_waiting_for_compilations_on_other_hosts_until_all_have
     assert heard == reports
 
 
-@pytest.mark.slow
-def test_the_deadline_resumes_after_a_compilation(bench):
-    def program(context):
-        import torch
-
-        watched(context)
-        compiled_sum(0.0)(torch.ones(3))
-        context.phase("after it")
-        time.sleep(600)
-
-    outcome = bench.run(program, timeout_s=2, compile_timeout_s=100)
-    assert (outcome.status, outcome.reason) == (Status.TIMEOUT, "no result within 2 s (during after it)")
-
-
 def test_a_hanging_compilation_is_killed_and_reported_as_such(bench, tmp_path):
     def program(context):
         import torch
@@ -94,41 +80,6 @@ def test_a_hanging_compilation_is_killed_and_reported_as_such(bench, tmp_path):
     assert outcome.status is Status.TIMEOUT
     assert outcome.reason == "compilation took more than 1 s (during first steps)"
     assert "compiler" in log.read_text()
-
-
-@pytest.mark.slow
-def test_ranks_wait_for_a_compiling_one_and_continue(bench):
-    def program(context):
-        import torch
-        import torch.distributed as dist
-        from redline.runners.trial.dry_run import join
-
-        join(context)
-        watched(context)
-        value = torch.ones(3)
-        if context.rank == 1:
-            value = compiled_sum(time.monotonic() + TIMEOUT_S + 1)(value)
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return float(total)
-
-    outcome = bench.run(program, ranks=2, timeout_s=TIMEOUT_S, compile_timeout_s=100)
-    assert outcome.status is Status.OK, outcome.reason
-    assert [each.report for each in outcome.ranks] == [2.0, 2.0]
-
-
-def test_collectives_of_a_trial_wait_as_long_as_its_deadline_and_its_compilations(bench):
-    def program(context):
-        import torch
-        import torch.distributed as dist
-        from redline.runners.trial.dry_run import join
-
-        join(context)
-        dist.barrier()  # rank 0 has the store that rank 1 joins by
-        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-    outcome = bench.run(program, ranks=2, timeout_s=40, compile_timeout_s=500)
-    assert [each.report for each in outcome.ranks] == [540 + COLLECTIVE_MARGIN_S] * 2
 
 
 def batch(size, seed):

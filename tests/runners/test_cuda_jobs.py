@@ -8,19 +8,13 @@ from types import SimpleNamespace
 
 import cloudpickle
 import pytest
-import redline
 from redline.results import Status
 from redline.runners.host import client, supervisor
 from redline.runners.host.client import HostAgent
 from redline.runners.host.log import LogFile
 from redline.runners.host.protocol import Caller, Channel, Received
 from redline.runners.trial import compiling
-from redline.runners.trial.dry_run import DryRun
 from redline.runners.trial.job import Begun, Job, Rendezvous
-from redline.runners.trial.memory import HostMemoryMeter
-from redline.runners.trial.rank import RankContext
-from redline.runners.trial.timing import TimingPlan
-from redline.space import Config
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -96,18 +90,3 @@ def test_a_client_waits_for_the_supervisor_s_teardown(monkeypatch, device, patie
     outcome = client._outcome(call, Job(program=b"", device_type=device, timeout_s=0.1))
     assert time.monotonic() - begin >= 0.1 + patience
     assert outcome.status is Status.TIMEOUT and f"did not answer for another {patience} s" in outcome.reason
-
-
-def test_retries_of_build_and_probe_are_not_those_of_the_steps():
-    counted = iter([4, 6])  # after the probe, and at the end
-
-    class Meter(HostMemoryMeter):
-        def allocation_retries(self):
-            return next(counted)
-
-    context = RankContext(
-        rank=0, local_rank=0, world_size=1, device_type="cpu", init_method="", memory_limit_mib=None, memory=Meter()
-    )
-    workload = redline.workload("gpt2-tiny")
-    report = DryRun(workload=workload, config=Config({"micro_batch": 1}), plan=TimingPlan(seconds=0.05))(context)
-    assert report.allocation_retries == 2

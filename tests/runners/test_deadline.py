@@ -5,11 +5,6 @@ from redline.runners.host.process import Deadline
 from redline.runners.trial.job import COLLECTIVE_MARGIN_S, Job
 
 
-def test_without_compilation_it_is_the_trials_own_time():
-    deadline = Deadline(100.0, 30.0, 300.0)
-    assert (deadline.at, deadline.reason) == (130.0, "no result within 30 s")
-
-
 def test_the_trial_s_time_is_paused_during_compilation():
     deadline = Deadline(0.0, 30.0, 300.0)
     deadline.compiling(True, 10.0)

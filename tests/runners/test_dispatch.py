@@ -105,15 +105,3 @@ def test_a_device_is_recognised_by_what_its_driver_calls_it(name, memory_mib, ex
     found = recognise(name, memory_mib)
     assert (found and found.name) == expected
     assert found is None or "PCIE" not in name or found.intra_node.name.startswith("PCIe")
-
-
-def test_the_share_of_dropped_rows_is_that_of_all_ranks():
-    reports = [replace(report(200.0, 5000.0), dropped=(30, 100)), replace(report(250.0, 3000.0), dropped=(0, 300))]
-    request = TrialRequest(config=Config(precision="fp32"), number=0)
-    done = Answers("a new chip", *reports).run(request)
-    assert done.expert_dropped == 0.075 and done.reason == "experts dropped 7.5 % of the rows"
-    # A stage may have no experts.
-    one = Answers("a new chip", reports[0], report(250.0, 3000.0)).run(request)
-    assert one.expert_dropped == 0.3
-    none = measured("a new chip", "fp32")
-    assert none.expert_dropped is None and none.reason == ""

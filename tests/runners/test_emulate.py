@@ -6,10 +6,9 @@ from redline.base.device import detect
 from redline.base.errors import UsageError
 from redline.estimator.fullest import fullest_rank
 from redline.estimator.hardware import find_hardware
-from redline.estimator.wire import Wire
 from redline.results import Status
 from redline.runners import TimingPlan, TrialTerms
-from redline.runners.place.emulate import EmulateRunner, EmulationTerms, emulated_ranks, pipelines
+from redline.runners.place.emulate import EmulateRunner, EmulationTerms, emulated_ranks
 from redline.runners.runner import TrialRequest
 from redline.space import Config
 from redline.training.world import World
@@ -103,19 +102,6 @@ def test_memory_alone_is_measured_and_the_time_predicted(emulate):
     assert "memory measured, time predicted" in measured.reason
 
 
-def test_out_of_memory_names_the_emulated_rank(emulate, tmp_path):
-    log = tmp_path / "3.log"
-    # Only the last stage has logits.
-    measured = emulate(
-        "llama-tiny", 2, {"pp": 2, "pipeline_schedule": "gpipe", "micro_batch": 8}, limit_mib=110.0, log=log
-    )
-    assert measured.status is Status.OOM
-    assert "rank 1" in measured.reason
-    assert "emulated" in measured.reason
-    assert [each.status for each in measured.ranks] == [Status.OK, Status.OOM]
-    assert "emory" in log.read_text()
-
-
 def test_degrees_that_do_not_make_the_world_are_refused_with_the_numbers(emulate):
     measured = emulate("gpt2-tiny", 8, {"tp": 3})
     assert measured.status is Status.CRASH
@@ -163,34 +149,3 @@ def test_ranks_that_share_experts_are_all_emulated_up_to_four():
     # Ranks that share layers, which are neighbours, hold whole experts.
     config = {"tp": 2, "ep": 2, "etp": 1}
     assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1]
-
-
-def test_all_ranks_are_those_that_differ():
-    every = EmulationTerms(hardware=H100, ranks="all")
-    config = {"tp": 4, "zero": 0}
-    assert emulated_ranks(World.of(config, 0, 16), config, every) == [0, 3]
-    config = {"zero": 1}
-    assert emulated_ranks(World.of(config, 0, 4), config, every) == [0, 1, 2, 3]
-
-
-def test_a_pipelines_line_has_the_same_place_in_every_stage():
-    world = World.of({"pp": 2, "tp": 2}, 0, 8)
-    assert pipelines(world, [0, 3, 4, 7]) == [[0, 4], [3, 7]]
-
-
-def test_nccl_takes_more_with_more_axes_and_nothing_alone(emulate, kept_agent):
-    terms = TrialTerms(device=detect(), devices=16)
-    runner = EmulateRunner(rl.workload("gpt2-tiny"), terms, EmulationTerms(hardware=H100), agent=kept_agent())
-    alone, one, two = (runner.nccl_mib(World.of(each, 0, 16)) for each in ({"dp": 16}, {"tp": 2}, {"tp": 2, "pp": 2}))
-    assert 0 < alone < one < two < 1200, "within what the estimate reserves for context and NCCL"
-
-
-def test_prices_of_links_grow_with_bytes_and_ranks_and_between_nodes():
-    wire = Wire.on(H100, 64)
-    near, far = range(8), range(0, 64, 8)
-    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send"):
-        assert wire.price(kind, 1 << 20, near) < wire.price(kind, 1 << 26, near) < wire.price(kind, 1 << 26, far), kind
-    # A ring sends each byte 2 (n - 1) / n times: 64 MiB over 450 GB/s at 80 %.
-    large = wire.price("all-reduce", 1 << 30, near) - wire.price("all-reduce", 1 << 29, near)
-    assert large == pytest.approx(2 * 7 / 8 * (1 << 29) / (450e9 * 0.8), rel=1e-6)
-    assert wire.price("all-reduce", 1 << 20, [3]) == 0.0

@@ -11,7 +11,6 @@ from redline.base import gpus
 from redline.base.device import Device
 from redline.base.gpus import GpuUse, gpu_use
 from redline.estimator import Estimator, TrainingSetup
-from redline.results import Measurement, RankReport, Status, Trial
 from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
 from redline.runners.runner import TrialRequest, TrialTerms
 from redline.runners.trial import memory
@@ -163,20 +162,6 @@ def test_a_rank_reports_what_it_takes_beside_the_allocator_s_memory(monkeypatch)
         used_mib=20_000.0,
     )  # fmt: skip
     assert context.outside_mib() == 1000
-
-
-def test_measured_contexts_take_the_place_of_the_assumed_one():
-    made = Estimator(LLAMA, "h100", TrainingSetup(seq_len=512, global_batch=8))
-    assert made.memory_limit_mib == made.hardware.memory_mib - made.constants.context_mib
-
-    def trial(number, *outside):
-        ranks = tuple(RankReport(rank=at, status=Status.OK, outside_mib=each) for at, each in enumerate(outside))
-        measured = Measurement(status=Status.OK, throughput=1e4, unit="tokens/s", step_ms=400.0, ranks=ranks)
-        return Trial(number=number, config=Config({"micro_batch": 8}), measurement=measured)
-
-    found = made.calibrate([trial(0, 640.0, 655.0), trial(1, 610.0)])
-    assert found.memory_limit_mib == made.hardware.memory_mib - 655
-    assert made.calibrate([trial(0, None)]).memory_limit_mib == made.memory_limit_mib
 
 
 def test_clock_and_power_are_read_beside_the_steps_that_count(nvml, monkeypatch):

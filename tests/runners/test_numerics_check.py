@@ -83,11 +83,6 @@ def test_dropout_may_draw_other_masks_but_not_be_off_or_stronger():
     assert "by 0.28" in verdict(noisy(0.28), reference)  # half of the dropouts
 
 
-def test_steps_over_other_samples_are_not_compared():
-    other = replace(PROBE, step=replace(STEP, loss=5.0, samples=8))
-    assert verdict(other) == verdict(replace(PROBE, step=None)) is None
-
-
 def test_probes_of_other_weights_or_samples_are_not_compared_with_a_note():
     brought = replace(changed(loss=5.0), brought=("fused.weight", "fused.bias"))
     assert verdict(brought) is None

@@ -8,8 +8,6 @@ import pytest
 import redline
 import torch
 import torch.distributed as dist
-from redline.base.device import Device
-from redline.models import make_space
 from redline.runners import Reference
 from redline.runners.trial.numerics_check import numerics_mismatch, together
 from redline.training import Training
@@ -40,7 +38,6 @@ EVERYWHERE = (
 """Faults on a single process."""
 # Llama has no dropout, BERT no causal mask. Only Llama and BERT have buffers, and neither has a boolean one:
 # tests/training/test_probe.py tests that with its own model.
-# tests/training/test_probe.py empties in a model of its own.
 OWN = {
     "gpt2-tiny": (faults.causal_mask_is_dropped, faults.dropout_is_off, faults.dropout_is_twice_as_strong),
     "llama-tiny": (faults.causal_mask_is_dropped, faults.a_dropout_is_added, faults.a_buffer_is_zeroed),
@@ -234,36 +231,3 @@ def test_a_sound_candidate_is_not_wrong(subject, name, knobs):
     _, expected = subject(name)
     assert verdict(found, expected) is None, found
     assert verdict(expected, found) is None
-
-
-def sampled(name, devices, count):
-    """Configurations of a preset's default space, without compilation, with all formats of a CPU."""
-    made = workload(name)
-    device = Device(type="cpu", name="a CPU", count=4, memory_mib=8192, features=frozenset({"bf16"}))
-    space = make_space(made, device, devices)
-    configs = [dict(each) for each in space.sample(4 * count, seed=devices) if not each.get("fusion")]
-    formats = ("fp32", "bf16", "bf16_pure")
-    return made, [{**each, "precision": formats[at % 3]} for at, each in enumerate(configs[:count])]
-
-
-def hold_sound(pool, made, configs, base):
-    """Asserts that no configuration is wrong against a float32 and a bfloat16 reference. Returns their number."""
-    references = [run(pool, made, {**base, "precision": each}) for each in ("fp32", "bf16")]
-    for knobs in configs:
-        found = run(pool, made, knobs)
-        for expected in references:
-            assert verdict(found, expected) is None, (made.name, knobs)
-    return len(configs)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("name", [*MODELS, "mixtral-tiny", "vit-tiny", "wide-resnet-tiny"])
-def test_no_configuration_of_a_preset_is_wrong(two, four, name, devices):
-    # 7 presets: 30 of one process, 16 of two ranks and 8 of four each, which are 378.
-    count = {1: 30, 2: 16, 4: 8}[devices]
-    pool = {1: None, 2: two, 4: four}[devices]
-    made, configs = sampled(name, devices, count)
-    base = {"dp": devices, "micro_batch": 8} if devices > 1 else {"micro_batch": 8}
-    assert hold_sound(pool, made, configs, base) == count

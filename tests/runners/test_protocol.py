@@ -163,18 +163,3 @@ def test_a_peer_that_is_silent_is_lost(watched):
         call.result(30)
     assert time.monotonic() - begin < 10
     caller.close()
-
-
-def test_calls_can_be_received_one_by_one_without_a_thread():
-    here, there = Pipe()
-    threads = threading.active_count()
-    caller, channel = Caller(here, str), Channel(there)
-    call = caller.begin("double", 21)
-    received = receive_call(channel)
-    assert (received.method, received.arguments) == ("double", (21,))
-    received.reply(lambda one: 2 * one.arguments[0])
-    assert call.result(30) == 42 and threading.active_count() == threads
-    caller.close()
-    with pytest.raises(EOFError):
-        receive_call(channel)
-    received.done("nobody waits")

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -214,46 +212,10 @@ def test_no_room_too_few_devices_and_a_broken_cluster_are_three_different_ends(o
     assert "`--runner local` works without Ray" in broken.stderr
 
 
-@pytest.mark.skipif(
-    shutil.which("unshare") is None or os.geteuid() != 0, reason="hiding processes needs unshare and root"
-)
-def test_a_host_that_is_not_a_node_gets_the_command_that_makes_it_one():
-    with joined() as (address, _):
-        script = SEARCH + "\nsearch(where)"
-        # Ray finds the node of a host by its processes, which are hidden here.
-        done = subprocess.run(
-            ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", script],
-            env={**os.environ, "RAY_ADDRESS": address},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert f"this host is not a node of the Ray cluster at '{address}'" in done.stdout, done.stderr
-        assert f"`ray start --address={address} --num-cpus 0 --num-gpus 0` makes it one" in done.stdout
-
-
 def test_an_address_of_ray_client_is_refused_with_the_address_to_give():
     output = search("search(where)", "ray://127.0.0.1:10001")
     assert "ERROR UsageError ray://127.0.0.1:10001 is an address of Ray Client" in output
     assert "ray start --address=HOST:6379" in output
-
-
-def test_the_output_of_trials_on_other_nodes_arrives_while_they_run(one_core, tmp_path):
-    code = f"""
-        def fn(config):
-            print("begun", flush=True)
-            time.sleep(60)
-            return 1.0
-        search(fn, trials=1, out={str(tmp_path / "run")!r})
-    """
-    process = searching(code, one_core)
-    log, end = tmp_path / "run" / "logs" / "0.log", time.monotonic() + 100
-    while not (log.exists() and "begun" in log.read_text()):
-        assert time.monotonic() < end and process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    assert process.poll() is None  # the trial sleeps for a minute
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
 
 
 def test_a_lost_node_is_waited_for_while_others_use_the_rest(tmp_path):

@@ -3,10 +3,8 @@
 import pytest
 import torch
 from redline.base.errors import ScheduleError, TraceError
-from redline.schedule import build, create_schedule, verify
-from redline.schedule.forward import layers_of
+from redline.schedule import build, create_schedule
 from redline.schedule.graph.called import check_read
-from redline.schedule.primitives.checkpoint import Checkpointed
 from torch import nn
 from torch.nn import functional as F
 
@@ -81,19 +79,6 @@ def test_modules_still_called_by_the_graph_take_primitives(sch):
     model, _ = build(sch)
     model(torch.randn(2, 8))
     assert seen == [model.inner.fc, model.norm]
-
-
-def test_a_module_that_is_to_be_recomputed_stays_a_call(sch):
-    x = torch.randn(2, 8, requires_grad=True)
-    with verify(sch, x):
-        sch["inner"].checkpoint()
-        sch.trace(flatten=True)
-    assert [node.target for node in sch.graph.nodes if node.op == "call_module"] == ["inner", "norm", "more.0.fc"]
-    model, _ = build(sch)
-    assert layers_of(model.inner, Checkpointed)
-    model.inner.runs = 0
-    model(x).sum().backward()
-    assert model.inner.runs == 2
 
 
 def test_an_exported_graph_would_lose_it(sch):

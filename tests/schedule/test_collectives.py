@@ -143,17 +143,6 @@ def test_ranks_of_a_tensor_parallel_group_draw_alike_and_others_do_not(two):
     assert one["tp"] == (7, float(torch.rand(())))
 
 
-def check_uneven():
-    axis = rl.collectives.axis(mesh(tp=2))
-    for cut in (rl.collectives.scatter, rl.collectives.reduce_scatter):
-        with pytest.raises(ScheduleError, match="2 ranks must divide dimension 1, but it is 13"):
-            cut(torch.ones(2, 13), dim=1, axis=axis)
-
-
-def test_dimensions_that_the_ranks_do_not_divide_are_refused_on_every_rank(two):
-    two.run(check_uneven)
-
-
 def columns_then_rows(sch):
     sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")

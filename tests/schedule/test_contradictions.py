@@ -5,16 +5,9 @@ import pytest
 import torch
 from ranks import mesh
 from redline.base.errors import ScheduleError
-from redline.schedule import build, create_schedule, verify
+from redline.schedule import build, create_schedule
 from redline.schedule.comparison import unit_roundoff
 from torch import nn
-
-
-def cut_mlp(sch):
-    sch["fc1"].shard(["weight", "bias"], axis=0)
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    sch["fc1"].sync("bwd_post", "all_reduce")
-
 
 # Refusals
 
@@ -94,52 +87,6 @@ def check_refusals(make, model):
 
 def test_contradictions_are_refused_and_change_nothing(two, make_transformer, mlp):
     two.run(check_refusals, type(mlp), make_transformer)
-
-
-def check_traced_counts():
-    class Heads(nn.Module):
-        """Stores its number of heads, as attention modules do."""
-
-        def __init__(self):
-            super().__init__()
-            self.num_heads, self.head_dim = 4, 2
-            self.fc = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.fc(x).unflatten(-1, (self.num_heads, self.head_dim)).sum(-1)
-
-    sch = create_schedule(nn.Sequential(Heads()), mesh(tp=2))
-    sch["0"].trace()
-    with pytest.raises(ScheduleError, match="counts of Heads are constants in the graph of '0'; shard before"):
-        sch["0.fc"].shard(["weight", "bias"], axis=0)
-    assert sch["0"].module.num_heads == 4 and sch["0.fc"].module.weight.shape == (8, 8)
-
-
-def test_counts_that_a_graph_has_taken_in_are_not_changed_behind_it(two):
-    two.run(check_traced_counts)
-
-
-def check_decompose(make, first, seed):
-    torch.manual_seed(seed)
-    sch = create_schedule(make(), mesh(tp=2))
-    with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))):
-        if first:
-            sch.trace().decompose()
-        cut_mlp(sch)
-        if not first:
-            sch.trace().decompose()
-        # The bias of a layer cut along its input is added after the sum, once, on every rank.
-        assert len(sch.find(lambda y, b: torch.relu(y + b))) == 1
-    gathered = create_schedule(make(), mesh(tp=2))
-    gathered["fc1"].shard(["weight", "bias"], axis=0).sync("fwd_post", "all_gather", axis=-1)
-    gathered.trace()
-    with pytest.raises(ScheduleError, match="the output of 'fc1' is gathered, so its bias must be whole"):
-        gathered.decompose()
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_linear_layers_are_decomposed_before_and_after_sharding(two, mlp, seed, first):
-    two.run(check_decompose, type(mlp), first, seed)
 
 
 class Tied(nn.Module):

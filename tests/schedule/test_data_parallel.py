@@ -2,62 +2,14 @@
 
 import copy
 
-import numeric
 import numerics_table as numerics
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import device as rank_device, mesh
+from ranks import mesh
 from redline.base.errors import ScheduleError
-from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
-from redline.schedule.comparison import allowance
 from redline.schedule.parallel.collectives import PlannedMesh
 from torch import nn
-
-
-def check_stage(make, name, zero, axes, seed, hsdp=1):
-    device = rank_device()
-    tokens = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1 + seed)).to(device)
-    batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    sch = create_schedule(make(name), mesh(**axes))
-    with verify(sch, batch, device=device, seed=seed):
-        if "tp" in axes:
-            schedule_of(name)(sch, {"tp": 2})
-        sch.shard_data(zero=zero, hsdp=hsdp)
-        schedule_of(name).blocks(sch)[0].checkpoint()
-    model, optimizer = build(sch, optimizer=numerics.adamw, device=device, seed=seed)
-    plain, reference = build(create_schedule(make(name)), optimizer=numerics.adamw, device=device, seed=seed)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    share = tokens.chunk(axes["dp"])[sch.mesh.get_local_rank("dp")]
-
-    def passes(each, ids):
-        loss = each(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        if ids is share:
-            loss = loss.detach().clone()
-            dist.all_reduce(loss, group=sch.mesh.get_group("dp"))
-            loss /= axes["dp"]
-        return loss
-
-    expected = numeric.trained(plain, reference, lambda: passes(plain, tokens))
-    found = numeric.trained(model, optimizer, lambda: passes(model, share))
-    numeric.hold(numerics.compare(expected, found, allowance(plain, tokens.numel()), tokens.numel()))
-    state = optimizer.state
-    local = [v.to_local() if hasattr(v, "to_local") else v for s in state.values() for v in s.values()]
-    return sum(v.numel() for v in local), sum(p.numel() for p in plain.parameters())
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_replicas_train_as_one_process_on_the_whole_batch(two, make_transformer, seed, zero):
-    results = two.run(check_stage, make_transformer, "gpt2", zero, {"dp": 2}, seed)
-    states, whole = [each[0] for each in results], results[0][1]
-    if zero == 0:
-        assert all(state >= 2 * whole for state in states)
-    else:
-        # AdamW has two numbers per weight, and a step counter per tensor.
-        assert sum(states) == pytest.approx(2 * whole, rel=0.01)
-        assert max(states) < 1.3 * whole
 
 
 def check_blocks(make):

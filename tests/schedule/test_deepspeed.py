@@ -6,13 +6,10 @@ import os
 import numeric
 import numerics_table as numerics
 import pytest
-import redline as rl
 import torch
 import torch.distributed as dist
-from redline.base.errors import MissingDependency, ScheduleError
-from redline.frameworks import render
+from redline.base.errors import ScheduleError
 from redline.models.families import schedule_of
-from redline.results import Measurement, Status, Trial
 from redline.schedule import build, create_schedule
 from redline.schedule.comparison import Numbers, allowance, weights_of
 from torch import nn
@@ -172,27 +169,6 @@ def test_two_stages_in_the_engine_with_their_ties_train_as_one_process(pair, mak
 # Exported configurations
 
 
-def check_exported(make, config, path, seed):
-    sch = rl.apply_schedule(make("gpt2"), config, mesh(dp=2))
-    engine, optimizer = build(sch, seed=seed, target="deepspeed", config=path)
-    assert int(engine.zero_optimization_stage()) == config["zero"]
-    assert engine.communication_data_type == torch.bfloat16
-    # The optimizer is the exported one.
-    return engine.gradient_accumulation_steps(), type(optimizer.optimizer).__name__, optimizer.param_groups[0]["lr"]
-
-
-@slow
-def test_the_engine_of_an_export_has_the_stage_that_the_schedule_says(pair, make_transformer, seed, tmp_path):
-    config = {"tp": 1, "pp": 1, "dp": 2, "zero": 1, "micro_batch": 4, "grad_accum": 2, "reduce_dtype": "bf16"}
-    measured = Measurement(status=Status.OK, throughput=1.0, unit="tokens/s", devices=2)
-    asked = {"model": "gpt2-tiny", "workload": {"id": "3f2a", "spec": "gpt2-tiny"}, "seq_len": 16, "global_batch": 16,
-             "seed": 0, "devices": {"type": "cpu", "used": 2, "per_host": 2}}  # fmt: skip
-    path = tmp_path / "deepspeed.json"
-    path.write_text(render("deepspeed", Trial(number=0, config=config, measurement=measured), {"asked": asked}).text)
-    made = pair.run(check_exported, make_transformer, config, str(path), seed, timeout=900)
-    assert made == [(2, "AdamW", 1e-4)] * 2
-
-
 # Errors that need no DeepSpeed
 
 
@@ -265,13 +241,6 @@ def check_refusals(make, folder):
 def test_unsupported_schedules_are_refused_and_unchanged(two, mlp, tmp_path):
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     two.run(check_refusals, type(mlp), str(tmp_path))
-
-
-def test_an_engine_that_is_not_installed_is_named(mlp, monkeypatch):
-    message = "deepspeed is not installed: pip install 'redline[frameworks]'"
-    monkeypatch.setattr("redline.schedule.deepspeed.not_installed", lambda package, extra: message)
-    with pytest.raises(MissingDependency, match="deepspeed is not installed"):
-        build(create_schedule(mlp), target="deepspeed", config=SIZE)
 
 
 def test_a_configuration_is_not_changed_by_what_the_schedule_writes_in_it(two, mlp):

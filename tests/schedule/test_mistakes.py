@@ -198,19 +198,6 @@ def test_a_buffer_that_is_written_in_place_is_written_at_every_call_of_a_graph_b
 # Modules that a primitive cannot divide or must handle specially
 
 
-def check_shard():
-    for module, name in ((nn.LSTM(8, 8), "weight_ih_l0"), (nn.MultiheadAttention(8, 2), "in_proj_weight")):
-        sch = create_schedule(nn.ModuleList([module]), mesh(tp=2))
-        with pytest.raises(
-            ScheduleError, match=f"{type(module).__name__}.*kernel that needs all of them.*linear layers"
-        ):
-            sch["0"].shard(name, axis=0)
-
-
-def test_weights_that_a_kernel_takes_whole_are_not_sharded(two):
-    two.run(check_shard)
-
-
 class Normed(nn.Module):
     def __init__(self, momentum):
         super().__init__()

@@ -3,87 +3,17 @@
 import re
 
 import numeric
-import numerics_table as numerics
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import device as rank_device, mesh
 from redline.base.errors import ScheduleError
-from redline.knobs.pipeline import PIPELINE_SCHEDULES, Placement
+from redline.knobs.pipeline import Placement
 from redline.models.families import schedule_of
-from redline.schedule import build, create_schedule, full_state_dict, verify
+from redline.schedule import build, create_schedule, verify
 from redline.schedule.comparison import allowance, loss_allowance
 from redline.schedule.parallel import split
-from tiers import tiered
 from torch import nn
-
-
-def check_transformer(make, name, seed, axes, cuts, layers=2, kind=None, micro_batches=None, zero=None):
-    device = rank_device()
-    tokens = torch.randint(3, 96, (8, 16), generator=torch.Generator().manual_seed(1 + seed)).to(device)
-    batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    sch = create_schedule(make(name, layers=layers), mesh(**axes))
-    with verify(sch, batch, device=device, seed=seed):
-        if "tp" in axes:
-            schedule_of(name)(sch, {"tp": 2, "sequence_parallel": True})
-        blocks = schedule_of(name).blocks(sch)
-        for index in cuts:
-            blocks[index].cut_pipeline_stage()
-        for block in blocks[::2] if kind is None or not PIPELINE_SCHEDULES[kind].splits_backward else ():
-            block.checkpoint()
-        if kind is not None:
-            sch.pipeline(kind, micro_batches)
-        if zero is not None:
-            sch.shard_data(zero=zero)
-    model, optimizer = build(sch, optimizer=numerics.adamw, device=device, seed=seed)
-    whole = create_schedule(make(name, layers=layers))
-    plain, reference = build(whole, optimizer=numerics.adamw, device=device, seed=seed)
-    share = tokens
-    if "dp" in axes:
-        share = tokens.chunk(axes["dp"])[sch.mesh.get_local_rank("dp")]
-
-    def alone():
-        loss = plain(**batch).loss
-        loss.backward()
-        return loss
-
-    def staged():
-        loss = model.pipeline.step(input_ids=share, labels=share, use_cache=False).detach().clone()
-        if "dp" in axes:
-            dist.all_reduce(loss, group=sch.mesh.get_group("dp"))
-            loss /= axes["dp"]
-        return loss
-
-    expected = numeric.trained(plain, reference, alone)
-    found = numeric.trained(model, optimizer, staged)
-    numeric.hold(numerics.compare(expected, found, allowance(plain, tokens.numel()), tokens.numel()))
-    return list(full_state_dict(model)), list(plain.state_dict())
-
-
-def test_two_stages_train_as_one_process(two, make_transformer, seed):
-    (first, names), (last, _) = two.run(check_transformer, make_transformer, "gpt2", seed, {"pp": 2}, [0])
-    # Each rank holds its part under the original names, and every name is on one rank.
-    assert sorted(first + last) == sorted(names)
-
-
-@pytest.mark.parametrize(
-    ("kind", "cuts"),
-    [
-        ("gpipe", [1]),
-        ("zero_bubble", [1]),
-    ],
-)
-def test_the_other_pipeline_schedules_train_equally(two, make_transformer, seed, kind, cuts):
-    two.run(check_transformer, make_transformer, "gpt2", seed, {"pp": 2}, cuts, 4, kind, 4)
-
-
-@pytest.mark.parametrize("kind", tiered(["zbv"], ["zero_bubble"]))
-def test_a_backward_in_two_parts_sums_what_tensor_parallel_ranks_have_of_a_gradient(four, make_transformer, seed, kind):
-    four.run(check_transformer, make_transformer, "llama", seed, {"pp": 2, "tp": 2}, [0, 1, 2], 4, kind, 4)
-
-
-def test_pipeline_and_data_parallel_together(four, make_transformer, seed):
-    four.run(check_transformer, make_transformer, "gpt2", seed, {"pp": 2, "dp": 2}, [0], 2, None, None, 1)
 
 
 def contexts_of_stages(make):
@@ -223,20 +153,6 @@ def check_asides(kind, seed, leave=split.leave):
 def test_weights_that_meet_nothing_a_stage_received_have_gradients(two, seed, kind):
     for found, expected, allowed in two.run(check_asides, kind, seed):
         numeric.same(found, expected, allowed)
-
-
-def check_parts(make, name):
-    sch = create_schedule(make(name, layers=4), mesh(pp=2))
-    for block in schedule_of(name).blocks(sch)[:3]:
-        block.cut_pipeline_stage()
-    model, _ = build(sch.pipeline("zbv", 4))
-    tokens = torch.full((4, 16), 3)
-    model.pipeline.step(input_ids=tokens, labels=tokens, use_cache=False)
-    return [stage.dw_builder is None for stage in model.pipeline.schedule._stages]
-
-
-def test_the_backward_of_each_stage_of_a_model_has_two_parts(two, make_transformer):
-    assert two.run(check_parts, make_transformer, "gpt2") == [[True, True], [True, True]]
 
 
 def test_a_backward_has_two_parts_where_each_weight_hangs_on_one_place():
@@ -505,36 +421,3 @@ def check_refusals(make):
 
 def test_impossible_cuts_are_refused_and_change_nothing(two, make_transformer):
     two.run(check_refusals, make_transformer)
-
-
-def neo():
-    from transformers import GPTNeoConfig, GPTNeoForCausalLM
-
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 96, "max_position_embeddings": 32}
-    kinds = {"attention_types": [[["global", "local"], 2]], "window_size": 8, "bos_token_id": 1, "eos_token_id": 2}
-    return GPTNeoForCausalLM(
-        GPTNeoConfig(**sizes, **kinds, resid_dropout=0.0, embed_dropout=0.0, attention_dropout=0.0)
-    )
-
-
-def check_neo(cuts, seed):
-    tokens = torch.randint(3, 96, (8, 16), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(tokens)
-    mask[1, 12:] = 0
-    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens, "use_cache": False}
-    torch.manual_seed(seed)
-    sch = create_schedule(neo(), mesh(pp=len(cuts) + 1))
-    with verify(sch, batch):
-        for index in cuts:
-            sch[f"transformer.h.{index}"].cut_pipeline_stage()
-    model, _ = build(sch)
-    model.pipeline.step(**batch)
-    size = 8 // model.pipeline.micro_batches
-    # Each stage computes masks, positions and shapes from the batch: only the blocks' outputs cross.
-    leaves = [[shape for shape, _, tensor in form.leaves if tensor] for form in model.pipeline.board.forms]
-    assert leaves == [[(size, 16, 32), (size, 4, 16, 16)]] * len(cuts)
-    return sorted({name.split(".h.")[1][0] for name in model.state_dict() if ".h." in name})
-
-
-def test_stages_of_gpt_neo_exchange_what_its_blocks_return(two, seed):
-    assert two.run(check_neo, [1], seed) == [["0", "1"], ["2", "3"]]

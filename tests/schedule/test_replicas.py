@@ -86,16 +86,6 @@ def test_gradients_travel_in_buckets_once_a_step_while_the_backward_pass_runs(tw
         assert held == 8
 
 
-def test_with_owners_a_parameter_is_reduced_to_one_rank_and_sent_from_it(two):
-    found = two.run(check_buckets, 1)
-    for _, started, _, names, _ in found:
-        assert started >= 1
-        assert names == ["reduce"] * (len(names) // 2) + ["broadcast"] * (len(names) // 2)
-    # Each rank has gradients and optimizer state of the half that it owns.
-    assert [held for *_, held, _, _ in found] == [4, 4]
-    assert [len(state) for *_, state in found] == [4, 4]
-
-
 def aligned(zero):
     """Returns True if the weights and gradients of odd sizes begin at multiples of 16 bytes, and are those of one process."""
     model, _ = replicated(tower(width=7), zero)

@@ -316,25 +316,6 @@ def test_blocks_outside_the_window_are_not_computed():
     assert [len(mask.blocks(source)) for source in range(4)] == [2, 1, 0, 0]
 
 
-def compiled(seed):
-    replicas = mesh(dp=2)
-    sch = create_schedule(llama("sdpa"), replicas).cut_sequence(cp=2)
-    for number in range(2):
-        sch[f"model.layers.{number}"].compile(backend="aot_eager")
-    model, _ = build(sch)
-    plainly, _ = build(create_schedule(llama("sdpa"), replicas).cut_sequence(cp=2))
-    losses = [each(**plain()).loss for each in (model, plainly)]
-    for each in losses:
-        each.backward()
-    grads = [each.model.layers[0].self_attn.k_proj.weight.grad for each in (model, plainly)]
-    return float((losses[0] - losses[1]).abs().detach()), float((grads[0] - grads[1]).abs().max())
-
-
-def test_compiled_blocks_leave_the_ring_as_it_is(two):
-    for departures in two.run(compiled, 0):
-        assert max(departures) < 1e-9
-
-
 # Faults planted in both ranks
 
 
@@ -507,13 +488,6 @@ MIXED = {
 def test_indivisible_sequences_are_refused_with_the_numbers(refused, message):
     with pytest.raises(ScheduleError, match=message):
         refused()
-
-
-def test_what_depends_on_whole_samples_outside_blocks_does_not_prevent_cuts_of_blocks():
-    for model in (rotary("dynamic"), BertForQuestionAnswering(BERT)):
-        assert sequences.obstacle(model, 2, 1, blocks=True) is None and sequences.obstacle(model, 2, 1)
-    assert sequences.obstacle(named("llama4_text"), 2, 1, blocks=True)
-    assert sequences.obstacle(named("llama4_text", attn_temperature_tuning=False), 2, 1) is None
 
 
 def test_tokens_that_the_ranks_do_not_divide_are_refused():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, verify
-from redline.schedule.graph.pattern import Attribute
 from torch import nn
 from torch.nn import functional as F
 
@@ -71,22 +70,6 @@ def test_a_part_is_built_by_itself():
 # Decomposed
 
 
-def test_a_linear_of_a_traced_module_is_decomposed_by_its_path(seed):
-    torch.manual_seed(seed)
-    sch = create_schedule(net())
-    with verify(sch, torch.randn(2, 8)):
-        sch["1.0"].trace()
-        sch["1.0.fc1"].decompose()
-        assert len(sch.find(lambda y, b: F.gelu(y + b))) == 1
-        # Its linear no longer has a bias.
-        first, second = sch.find(lambda x, w, b: F.linear(x, w, b))
-        assert first.inputs[-1] is None and second.inputs[-1] == Attribute("fc2.bias")
-    with pytest.raises(ScheduleError, match="decompose on '1.0.fc1': there is no linear in its graph"):
-        sch["1.0.fc1"].decompose()
-    with pytest.raises(ScheduleError, match="decompose on '1.1.fc1': trace it first, or the module that calls it"):
-        sch["1.1.fc1"].decompose()
-
-
 # Selected
 
 
@@ -97,9 +80,6 @@ def test_children_are_selected_by_position():
     assert [each.path for each in sch["1"][::-1]] == ["1.1", "1.0"]
     with pytest.raises(ScheduleError, match="'1' has 2 children, but got the position 2"):
         sch["1"][2]
-
-
-# Printed
 
 
 def test_a_graph_is_printed_and_seen_in_the_tree():
@@ -116,3 +96,6 @@ def test_a_graph_is_printed_and_seen_in_the_tree():
     assert str(copy.deepcopy(sch)) == text
     with pytest.raises(ScheduleError, match=r"fuse on '1.1': it takes subgraphs.*compile\(\) runs a whole module"):
         sch["1.1"].fuse(name="whole")
+
+
+# Printed

@@ -1,7 +1,5 @@
 """Replacement of a subgraph: the settings it inherits from the modules inside, and the modules that leave the model."""
 
-import copy
-
 import pytest
 import torch
 from ranks import mesh
@@ -154,29 +152,6 @@ def test_a_module_in_the_place_of_one_call_takes_its_hooks_and_what_is_deferred(
 
 
 # Modules that leave the model
-
-
-class Dense(nn.Module):
-    def __init__(self, old):
-        super().__init__()
-        self.weight = nn.Parameter(old.weight.detach().clone())
-        self.bias = nn.Parameter(old.bias.detach().clone())
-
-    def forward(self, x):
-        return F.gelu(F.linear(x, self.weight, self.bias))
-
-
-def test_parameters_that_nothing_uses_leave_the_model():
-    sch = create_schedule(seeded(MLP))
-    sch["fc1"].annotate("bias", "kind", "old")
-    with verify(sch, torch.randn(2, 8)):
-        sch.trace()
-        with pytest.warns(UserWarning, match=r"not kept.*: fc1.weight \(16, 8\), fc1.bias \(16,\)"):
-            sch.replace(Dense(sch["fc1"].module), sch.find(lambda x: F.gelu(call_module("fc1", x))), name="dense")
-    built, optimizer = build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
-    assert list(built.state_dict()) == ["fc2.weight", "fc2.bias", "dense.weight", "dense.bias"]
-    built(torch.randn(2, 8)).sum().backward()
-    assert all(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
 
 # One module for several
@@ -390,43 +365,6 @@ def calls(sch):
     return [node.target for node in sch.graph.nodes if node.op == "call_module"]
 
 
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.act1 = nn.Linear(4, 4), nn.ReLU()
-        self.list = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-    def forward(self, x):
-        x = self.act1(self.fc1(x))
-        for each in self.list:
-            x = each(x)
-        return self.inner(x)
-
-
-def test_a_replacement_s_own_modules_are_not_replaced_again(seed):
-    torch.manual_seed(seed)
-    sch = create_schedule(Nested())
-    with verify(sch, torch.randn(2, 4)):
-        # An activation followed each already: a second one would have no effect.
-        sch.replace_all(nn.Linear, lambda old: nn.Sequential(old, nn.ReLU()))
-    assert [type(each) for each in sch["fc1"].module] == [nn.Linear, nn.ReLU]
-    assert type(sch["list.0.0"].module) is nn.Linear and "inner.0.1" in sch
-
-
-class Joined(nn.Module):
-    """The projections to queries, keys and values as one product."""
-
-    def __init__(self, old):
-        super().__init__()
-        parts = (old.query, old.key, old.value)
-        self.weight = nn.Parameter(torch.cat([each.weight for each in parts]).detach())
-        self.bias = nn.Parameter(torch.cat([each.bias for each in parts]).detach())
-
-    def forward(self, x, *sizes):
-        return [each.view(sizes).transpose(1, 2) for each in F.linear(x, self.weight, self.bias).chunk(3, -1)]
-
-
 @pytest.fixture
 def layer(make_transformer, seed):
     """A layer of BERT with step-by-step attention, and its inputs."""
@@ -434,45 +372,6 @@ def layer(make_transformer, seed):
     model = make_transformer("bert", device="cpu")
     model.set_attn_implementation("eager")
     return model.bert.encoder.layer[0], torch.randn(2, 16, 32)
-
-
-def heads(x, a, b, c, d):
-    return call_module("query|key|value", x).view(a, b, c, d).transpose(1, 2)
-
-
-def test_the_projections_of_attention_become_one(layer):
-    block, x = layer
-    sch = create_schedule(block.attention.self).trace(examples=(x,))
-    with verify(sch, x):
-        found = sch.find(heads, explain=True)
-        assert [each.nodes[0].target for each in found] == ["query", "key", "value"]
-        with pytest.warns(UserWarning, match="not kept"):
-            sch.replace(Joined(sch.module), found, name="qkv", together=True)
-    assert [name for name, _ in sch.module.named_parameters()] == ["qkv.weight", "qkv.bias"]
-    assert calls(sch) == ["qkv"]
-
-
-def scores(q, k, v, scale, p):
-    weights = F.softmax(torch.matmul(q, k.transpose(2, 3)) * scale, dim=-1)
-    return torch.matmul(F.dropout(weights, p), v)
-
-
-def efficient(q, k, v, scale, p):
-    return F.scaled_dot_product_attention(q, k, v, scale=scale)
-
-
-def test_attention_by_hand_becomes_the_efficient_one_and_mixed_up_arguments_are_noticed(layer):
-    block, x = layer
-    sch = create_schedule(block).trace(flatten=True, examples=(x,))
-    wrong = sch.copy()
-    attention = create_schedule(copy.deepcopy(block.attention.self)).trace(examples=(x,))
-    with pytest.raises(ScheduleError, match="is used by output"):  # it also returns the weights, which a layer drops
-        attention.replace(efficient, attention.find(scores, explain=True))
-    with verify(sch, x):
-        sch.replace(efficient, sch.find(scores, explain=True))
-    assert len(sch.find("efficient")) == 1
-    with pytest.raises(ScheduleError, match="departs"), verify(wrong, x):
-        wrong.replace(lambda q, k, v, scale, p: efficient(k, q, v, scale, p), wrong.find(scores))
 
 
 def test_one_module_in_two_places_does_not_get_the_hook_of_one():

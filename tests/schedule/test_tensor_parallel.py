@@ -4,77 +4,25 @@ import copy
 from functools import partial
 from types import SimpleNamespace
 
-import numeric
-import numerics_table as numerics
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import device, mesh
+from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.models.families import schedule_of
 from redline.schedule import (
     build,
     create_schedule,
     full_state_dict,
-    load_full_state_dict,
     verify,
 )
-from redline.schedule.comparison import allowance
 from redline.schedule.parallel.partial import PartialEmbedding
-from redline.schedule.parallel.sharding import shards_of, whole
+from redline.schedule.parallel.sharding import whole
 from torch import nn
-from torch.nn import functional as F
 
 
 def plan(sch, name, sequence_parallel=False):
     schedule_of(name)(sch, {"tp": 2, "sequence_parallel": sequence_parallel})
-
-
-def batch(seed=0):
-    tokens = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1 + seed))
-    labels = tokens.clone()
-    labels[:, ::5] = -100
-    mask = torch.ones_like(tokens)
-    mask[1, 12:] = 0
-    return {
-        "input_ids": tokens.to(device()),
-        "labels": labels.to(device()),
-        "attention_mask": mask.to(device()),
-        "use_cache": False,
-    }
-
-
-def check_transformer(make, name, sequence_parallel, checkpoint, axes, seed):
-    sch, data = create_schedule(make(name), mesh(**axes)), batch(seed)
-    with verify(sch, data, device=device(), seed=seed):
-        plan(sch, name, sequence_parallel)
-        if checkpoint:
-            for block in schedule_of(name).blocks(sch)[::2]:
-                block.checkpoint()
-        if "dp" in axes:
-            sch.shard_data(zero=0)
-    cut, optimizer = build(sch, optimizer=numerics.adamw, device=device(), seed=seed)
-    alone = create_schedule(make(name))
-    plain, reference = build(alone, optimizer=numerics.adamw, device=device(), seed=seed)
-    assert list(cut.state_dict()) == list(plain.state_dict())
-    before = full_state_dict(cut)
-    assert all(torch.equal(before[key], value) for key, value in plain.state_dict().items())
-
-    def passes(model):
-        loss = model(**data).loss
-        loss.backward()
-        return loss
-
-    expected = numeric.trained(plain, reference, lambda: passes(plain))
-    found = numeric.trained(cut, optimizer, lambda: passes(cut))
-    tokens = data["input_ids"].numel()
-    numeric.hold(numerics.compare(expected, found, allowance(plain, tokens), tokens))
-    return True
-
-
-@pytest.mark.parametrize(("name", "sequence_parallel"), [("gpt2", False), ("llama", True)])
-def test_transformers_train_as_one_process_does(two, make_transformer, seed, name, sequence_parallel):
-    two.run(check_transformer, make_transformer, name, sequence_parallel, True, {"tp": 2}, seed)
 
 
 # Sizes that change with a cut
@@ -189,24 +137,6 @@ def test_convolutions_and_embeddings_are_cut_along_features(two, seed):
     two.run(check_convolutions, seed)
 
 
-def check_state(make, seed):
-    torch.manual_seed(5 + seed)
-    original = make()
-    sch = create_schedule(make(), mesh(tp=2))
-    cut_mlp(sch)
-    built, _ = build(sch)
-    load_full_state_dict(built, original.state_dict())
-    x = torch.randn(3, 8)
-    numeric.same(built(x), original(x), allowance(original, x.numel()))
-    again = make()
-    again.load_state_dict(full_state_dict(built))
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), original.parameters()))
-
-
-def test_checkpoints_of_either_load_into_the_other(two, mlp, seed):
-    two.run(check_state, type(mlp), seed)
-
-
 # sync
 
 
@@ -307,27 +237,6 @@ def test_dropout_differs_where_cut_and_agrees_where_whole(two, checkpoint):
     assert len({tuple(mask.tolist()) for mask in one}) == 5
 
 
-def check_dropout_in_a_transformer(make, name, seed):
-    sch = create_schedule(make(name, dropout=0.3), mesh(tp=2))
-    plan(sch, name)
-    built, _ = build(sch, seed=seed)
-    torch.manual_seed(seed)
-    loss = built(**batch(seed)).loss
-    loss.backward()
-    kept = {}
-    for path, module in built.named_modules():
-        for own, param in module._parameters.items():
-            if param is not None and own not in shards_of(module):
-                kept[f"{path}.{own}"] = param.grad
-    return loss.item(), kept
-
-
-def test_with_dropout_whole_parameters_keep_equal_gradients_on_all_ranks(two, make_transformer, seed):
-    one, other = two.run(check_dropout_in_a_transformer, make_transformer, "bert", seed)
-    assert one[0] == other[0] and one[1].keys() == other[1].keys() and len(one[1]) > 4
-    numeric.same(one[1], other[1], allowance(make_transformer("bert"), 4 * 16))
-
-
 # Recipes and compilation
 
 
@@ -350,70 +259,3 @@ def test_parts_of_a_vocabulary_compute_what_the_whole_embedding_does(made):
         found += layer(part, part.forward, (tokens,), {}).detach()
         assert part.padding_idx == 5
     torch.testing.assert_close(found, whole(tokens).detach())
-
-
-class Bottleneck(nn.Module):
-    """Convolutions with batch norms, as in a residual network."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8)
-        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.conv3, self.bn3 = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
-
-    def forward(self, x):
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return self.bn3(self.conv3(F.relu(y)))
-
-
-def check_bottleneck(seed):
-    torch.manual_seed(seed)
-    x = torch.randn(4, 4, 6, 6)
-    sch = create_schedule(Bottleneck(), mesh(tp=2))
-    plain, norm = sch.copy().module, ["weight", "bias", "running_mean", "running_var"]
-    with verify(sch, x):
-        sch["conv1"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
-        sch["bn1"].shard(norm, axis=0)
-        sch["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-        sch["conv3"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
-        sch["bn3"].shard(norm, axis=0).sync("fwd_post", "all_gather", axis=1)
-    built, _ = build(sch)
-    assert [len(each.running_var) for each in (built.bn1, built.bn2, built.bn3)] == [4, 8, 8]
-    plain(x), built(x)
-    found, expected = full_state_dict(built), plain.state_dict()
-    assert found.keys() == expected.keys()
-    numeric.same({name: value.float() for name, value in found.items()}, expected, allowance(plain, x.numel()))
-
-
-def test_convolutions_are_cut_with_their_norms_and_running_statistics(two, seed):
-    two.run(check_bottleneck, seed)
-
-
-class Thrice(nn.Module):
-    """One weight in three places."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(8, 8)
-        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        self.first.weight = self.second.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.second(F.relu(self.first(self.embed(tokens))))
-
-
-def check_thrice(seed):
-    torch.manual_seed(seed)
-    sch = create_schedule(Thrice(), mesh(tp=2))
-    with pytest.raises(ScheduleError, match="tied"):
-        sch["embed"].shard("weight", axis=0)
-    with verify(sch, torch.arange(8).reshape(2, 4)):
-        sch["embed"].shard("weight", axis=0, tied=True).sync("fwd_post", "all_reduce")
-        for name in ("first", "second"):
-            sch[name].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
-    built, _ = build(sch)
-    assert built.embed.weight is built.first.weight is built.second.weight and built.embed.weight.shape == (4, 8)
-
-
-def test_a_weight_in_three_places_is_cut_at_all_of_them(two, seed):
-    two.run(check_thrice, seed)

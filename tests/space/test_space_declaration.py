@@ -9,7 +9,7 @@ import pytest
 import redline as rl
 import redline.space.space
 from redline.base.errors import SpaceError
-from redline.space import Space, maximum
+from redline.space import Space
 
 
 @pytest.fixture
@@ -277,83 +277,11 @@ def test_knobs_parse_what_a_person_types(space):
             space[name].parse(text)
 
 
-def test_rules_may_be_texts_and_callables_with_defaults(space):
-    space.require("tp * pp <= 8", "devices")
-    space.derive("dp", "8 // (tp * pp)")
-    limit = 2
-    space.require(lambda dp, limit=limit: dp >= limit)
-    space.flag("overlap", when="dp > 2")
-    assert all(config["dp"] >= 2 and ("overlap" in config) == (config["dp"] > 2) for config in space)
-
-    def fits(tp, pp):
-        return tp >= pp
-
-    space.require(fits)
-    assert space.constraints[-1].text == "fits(tp, pp)"
-    assert "violates `fits(tp, pp)` with tp=1, pp=4" in space.explain({"tp": 1, "pp": 4})
-
-
 def test_a_lambda_is_shown_by_its_source(space):
     space.require(lambda tp, pp: tp > 1 or pp > 1, "parallel")
     assert space.constraints[0].text == "lambda tp, pp: tp > 1 or pp > 1"
     space.require(eval("lambda tp: tp < 8"))
     assert space.constraints[1].text == "the lambda(tp)"
-
-
-def test_derived_knobs_feed_derived_knobs_conditions_and_constraints(space):
-    dp = space.derive("dp", 8 // (space["tp"] * space["pp"]))
-    world = space.derive("world", lambda dp, tp, pp: dp * tp * pp)
-    share = space.derive("share", dp / 8)
-    space.flag("shard", when=dp > 1)
-    space.derive("big", maximum(dp, 2) > 2)
-    space.require(world == 8)
-    space.require(share >= 0.25)
-    for config in space:
-        assert config["dp"] * config["tp"] * config["pp"] == config["world"] == 8
-        assert config["share"] == config["dp"] / 8 >= 0.25
-        assert ("shard" in config) == (config["dp"] > 1)
-        assert config["big"] is (config["dp"] > 2)
-    assert {type(config["share"]) for config in space} == {float}
-
-
-def test_conditional_knobs_are_absent_where_their_condition_is_false():
-    space = Space()
-    tp = space.choice("tp", [1, 2])
-    sharded = space.flag("sharded", when=tp > 1)
-    depth = space.choice("depth", [1, 2, 3], when=sharded)
-    cost = space.derive("cost", depth * 10)
-    space.require(cost <= 20, "budget")
-    assert [dict(config) for config in space] == [
-        {"tp": 1},
-        {"tp": 2, "sharded": False},
-        {"tp": 2, "sharded": True, "depth": 1, "cost": 10},
-        {"tp": 2, "sharded": True, "depth": 2, "cost": 20},
-    ]
-    assert space.columns()["sharded"].tolist() == [-1, 0, 1, 1]
-    assert space.columns()["depth"].tolist() == [-1, -1, 0, 1]
-    assert [space.index(config) for config in space] == [0, 1, 2, 3]
-    assert "does not apply here: it exists when `tp > 1`, and tp=1" in space.explain({"tp": 1, "sharded": True})
-    with pytest.raises(SpaceError, match="does not apply here"):
-        space.config(tp=1, sharded=False)
-    assert space.config(tp=2, sharded=True) == {"tp": 2, "sharded": True, "depth": 1, "cost": 10}
-
-
-def test_a_constraint_that_is_never_satisfied_is_refused():
-    space = Space()
-    tp = space.choice("tp", [1, 2])
-    depth = space.choice("depth", [1, 2], when=tp > 1)
-    refused(space, "can never hold", lambda s: s.require(depth > 2))
-    refused(space, "can never hold", lambda s: s.require((depth > 2) & (tp > 0)))
-    refused(space, "can never hold", lambda s: s.require((depth >= 1) & (tp == 1)))
-
-
-def test_no_part_of_a_constraint_applies_where_one_of_its_knobs_is_absent():
-    space = Space()
-    tp = space.choice("tp", [1, 2, 4])
-    depth = space.choice("depth", [1, 2, 3], when=tp > 1)
-    space.require((depth <= 2) & (tp == 4))
-    assert [tuple(config.values()) for config in space] == [(1,), (4, 1), (4, 2)]
-    assert {"tp": 1} in space and {"tp": 2, "depth": 1} not in space
 
 
 def test_a_space_pickles_unless_it_holds_lambdas(space):
@@ -389,26 +317,6 @@ def test_a_range_of_floats_is_a_grid_with_both_ends():
     refused(space, "low < high must hold, but got low=2.0, high=1.0", lambda s: s.number("x", 2, 1))
     refused(space, "count must be from 2 to", lambda s: s.number("x", 1, 2, count=1))
     refused(space, "differ by less than four digits", lambda s: s.number("x", 1, 1.001, count=99))
-
-
-def test_a_default_without_a_derived_value_is_replaced_by_the_nearest_that_has_one():
-    space = Space()
-    space.choice("tp", [1, 2])
-    pp = space.choice("pp", [0, 1, 2])
-    space.derive("stages", "4 // pp")
-    assert pp.default == 1 and dict(space.config(tp=2)) == {"tp": 2, "pp": 1, "stages": 4}
-    assert "`4 // pp` cannot be computed with pp=0" in space.explain({"tp": 1, "pp": 0, "stages": 0})
-    none = Space()
-    none.choice("pp", [0])
-    refused(none, "`4 // pp` cannot be computed with pp=0", lambda s: s.derive("stages", "4 // pp"))
-
-
-def test_division_by_zero_in_a_callable_counts_as_no_value(space):
-    space.choice("rest", [0, 1, 2])
-    space.require(lambda tp, rest: tp % rest == 0)
-    assert {config["rest"] for config in space} == {1, 2}
-    space.derive("part", lambda tp, pp: tp // (pp - 1))
-    assert {config["pp"] for config in space} == {2, 4}
 
 
 def test_a_rule_may_take_the_configuration_as_a_mapping(space):

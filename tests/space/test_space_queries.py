@@ -1,13 +1,12 @@
 """Size, order, membership, explanation, samples and defaults of a space."""
 
 import time
-from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from redline.base.errors import SpaceError
-from redline.space import Config, Space, enumeration
+from redline.space import Space, enumeration
 
 
 @pytest.fixture
@@ -74,27 +73,6 @@ def test_an_index_out_of_range_is_refused(space, index):
         space.at(index)
 
 
-def test_membership_takes_any_mapping_and_every_numeric_type(space):
-    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8} in space
-    assert {
-        "tp": np.int64(1),
-        "pp": 1.0,
-        "ratio": np.float64(0.5),
-        "precision": None,
-        "dp": np.int32(8),
-    } in space
-    assert Config(dp=8, precision="fp32", ratio=0.0, pp=1, tp=1) in space
-    assert {"tp": True, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8} not in space
-    assert {"tp": "1", "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8} not in space
-    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32"} not in space
-    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 4} not in space
-    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8, "x": 1} not in space
-    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8, "fusion": False} not in space
-    assert {"tp": 2, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 4} not in space
-    assert {"tp": [1], "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8} not in space
-    assert "tp" not in space and 3 not in space and None not in space
-
-
 def test_explain_names_everything_that_is_wrong(space):
     explained = space.explain({"tp": 8, "pp": 4, "ratio": 0.4, "precision": "bf61", "tq": 1, "dp": 0})
     assert explained.splitlines() == [
@@ -112,41 +90,6 @@ def test_explain_names_everything_that_is_wrong(space):
     assert space.explain(without) == "derived knob 'dp' is missing; it is 8 here, and config() fills it in"
     with pytest.raises(SpaceError, match="a mapping of knob to value, but got 3"):
         space.explain(3)
-
-
-def test_a_predicate_that_raises_surfaces_with_the_point():
-    space = Space()
-    space.choice("x", [1, 2])
-    space.override("x", [1])
-    space.require(lambda x: {1: True}[x])
-    with pytest.raises(SpaceError, match=r"`lambda x: \{1: True\}\[x\]` raised KeyError: 2 for x=2") as caught:
-        space.override("x", [1, 2])
-        len(space)
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_config_completes_defaults_and_derived_knobs(space):
-    assert space.config(tp=4) == {
-        "tp": 4,
-        "pp": 1,
-        "ratio": 0.0,
-        "precision": "fp32",
-        "fusion": False,
-        "dp": 2,
-    }
-    assert space.config({"tp": 4}, pp=2, dp=1)["dp"] == 1
-    assert list(space.config(pp=2, tp=2)) == ["tp", "pp", "ratio", "precision", "fusion", "dp"]
-    assert type(space.config(ratio=1)["ratio"]) is float
-    assert space.config(tp=2).id == space.at(space.index(space.config(tp=2))).id
-    for values, message in [
-        ({"tp": 8, "pp": 4}, r"violates `tp \* pp <= 8` \(devices\) with tp=8, pp=4: 32 <= 8 is false"),
-        ({"tp": 3}, "has no value 3; the nearest is 2"),
-        ({"tpp": 1}, "unknown knob 'tpp'; did you mean 'tp'"),
-        ({"dp": 7}, "knob 'dp' is 7, but"),
-        ({"tp": None}, "is an integer, but got None"),
-    ]:
-        with pytest.raises(SpaceError, match=message):
-            space.config(**values)
 
 
 def test_default_is_the_valid_configuration_nearest_to_the_defaults():
@@ -269,21 +212,6 @@ def test_neighbours_are_all_that_differ_in_a_few_knobs(space, listed, monkeypatc
             assert len(near) == len(set(near)) and set(near) == expected
 
 
-def test_a_space_too_tight_for_random_search_says_so(monkeypatch):
-    space = Space()
-    knobs = [space.integer(f"k{at}", 0, 9) for at in range(6)]
-    weights = [1, 7, 31, 113, 411, 1301]
-    space.require(sum(knob * weight for knob, weight in zip(knobs, weights)) % 4999 == 17)
-    monkeypatch.setattr(enumeration, "MAX_ROWS", 40)
-    space._valid = None
-    try:
-        picked = space.sample(3)
-    except SpaceError as error:
-        assert "too tight for random search" in str(error)
-    else:
-        assert all(config in space for config in picked)
-
-
 def test_a_constraint_that_empties_a_space_of_which_no_point_is_known_is_refused(monkeypatch):
     space = Space()
     knobs = [space.integer(f"k{at}", 0, 9) for at in range(6)]
@@ -292,26 +220,6 @@ def test_a_constraint_that_empties_a_space_of_which_no_point_is_known_is_refused
     space.require(sum(knob * weight for knob, weight in zip(knobs, weights)) % 4999 == 17)
     with pytest.raises(SpaceError, match="leaves no valid configuration"):
         space.require(sum(knobs) == 0)
-
-
-def test_rules_do_not_apply_to_rows_whose_conditional_knob_is_absent_while_others_are_joined():
-    space = Space()
-    tp = space.choice("tp", [1, 2, 4])
-    depth = space.choice("depth", [5, 6], when=tp > 1)
-    wide = space.integer("wide", 1, 40)
-    more = space.integer("more", 1, 50)
-    space.require(depth * wide * more == 60)
-    space.require(depth + wide + more <= 20)
-    expected = [
-        (t, d, w, m)
-        for t in (1, 2, 4)
-        for d in ((5, 6) if t > 1 else (None,))
-        for w in range(1, 41)
-        for m in range(1, 51)
-        if d is None or (d * w * m == 60 and d + w + m <= 20)
-    ]
-    assert [(c["tp"], c.get("depth"), c["wide"], c["more"]) for c in space] == expected
-    assert len(expected) == 2020
 
 
 def test_pruning_reaches_what_filtering_could_not():
@@ -416,16 +324,6 @@ def test_choices_of_a_large_space_are_drawn_with_a_seed(huge, unlisted):
         again = drawn.followed_by(drawn.take(np.arange(3)))
         assert large.made(again.unique()) == configs
         assert large.made(again.unique(without=drawn.take(np.arange(50)))) == configs[50:]
-
-
-@pytest.mark.parametrize(("divisor", "listed"), [(9, True), (7, False)], ids=["fewer", "more"])
-def test_a_space_near_the_limit_is_listed_to_know(divisor, listed, monkeypatch):
-    monkeypatch.setattr(enumeration, "MAX_ROWS", 1000)
-    monkeypatch.setattr(enumeration, "_SAMPLED", 200)
-    space = summing(3, 20, divisor)
-    assert space.enumerable == listed
-    if listed:
-        assert len(set(space)) == sum((a + b + c) % divisor == 0 for a, b, c in product(range(20), repeat=3))
 
 
 def test_describe_tells_people_what_there_is(space):

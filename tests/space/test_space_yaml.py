@@ -90,62 +90,6 @@ def test_awkward_values_survive(tmp_path):
     assert again.to_dict() == space.to_dict() and list(again) == list(space)
 
 
-def test_fixed_and_overridden_knobs_are_written_as_they_are(tmp_path):
-    space = Space()
-    tp = space.choice("tp", [1, 2, 4])
-    space.flag("fusion")
-    space.derive("dp", 8 // tp)
-    space.fix("fusion", True)
-    space.override("tp", [2, 4, 8])
-    space.fix("dp", 2)
-    space.to_yaml(tmp_path / "space.yaml")
-    again = Space.from_yaml(tmp_path / "space.yaml")
-    assert list(again) == list(space) == [{"tp": 4, "fusion": True, "dp": 2}]
-
-
-def test_sections_may_come_in_any_order_and_derived_knobs_too(write):
-    space = Space.from_yaml(
-        write("""
-        constraints:
-        - {require: world == 16}
-        derived:
-        - {name: world, value: dp * tp}
-        - {name: dp, value: rest + 0}
-        knobs:
-        - {name: tp, values: [2, 4]}
-        - {name: rest, values: [4, 8]}
-        - {name: last, type: flag, when: world > 1}
-    """)
-    )
-    assert [knob.name for knob in space.knobs] == ["tp", "rest", "last", "world", "dp"]
-    assert {(c["tp"], c["rest"]) for c in space} == {(2, 8), (4, 4)}
-    assert [knob.name for knob in Space.from_dict(space.to_dict()).knobs] == [knob.name for knob in space.knobs]
-
-
-def test_to_dict_and_from_dict_are_inverse_and_plain():
-    import json
-
-    space = Space()
-    tp = space.integer("tp", 1, 64)
-    space.integer("width", 1, 64, powers_of_two=True)
-    space.require(tp <= 32)
-    data = json.loads(json.dumps(space.to_dict()))
-    assert data == {
-        "knobs": [
-            {"name": "tp", "type": "integer", "low": 1, "high": 64},
-            {"name": "width", "values": [1, 2, 4, 8, 16, 32, 64]},
-        ],
-        "constraints": [{"require": "tp <= 32"}],
-    }
-    assert list(Space.from_dict(data)) == list(space)
-    assert Space.from_dict({"knobs": [{"name": "x", "low": 1, "high": 8, "powers_of_two": True}]})["x"].values == (
-        1,
-        2,
-        4,
-        8,
-    )
-
-
 def test_callables_are_refused_saying_which_and_what_to_do(tmp_path):
     path = tmp_path / "space.yaml"
     for declare, message in [
@@ -300,27 +244,6 @@ def test_a_file_is_replaced_whole_and_readable_by_others(tmp_path):
     with pytest.raises(SpaceError):
         space.to_yaml(path)
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_lambda_whose_source_is_in_the_grammar_is_written_as_text(tmp_path):
-    space = Space()
-    tp = space.choice("tp", [1, 2, 4])
-    space.choice("pp", [0, 1, 2])
-    space.derive("dp", lambda tp, pp: max(4 // tp, pp))
-    space.flag("fusion", when=lambda tp, dp: (tp > 1 or dp in (4,)) and not dp == 3)  # noqa: SIM201
-    space.require(lambda tp: (tp > 1) or False or tp == 1, "any")
-    space.require(lambda pp: pp == 0 or 8 // pp > 4)
-    space.require((tp <= 4) | (tp == 8))
-    space.to_yaml(tmp_path / "space.yaml")
-    again = Space.from_yaml(tmp_path / "space.yaml")
-    assert list(again) == list(space)
-    assert again["dp"].rule.text == "max(4 // tp, pp)"
-    assert str(again["fusion"].when) == "((tp > 1) | (dp in [4])) & ~(dp == 3)"
-    assert [each.text for each in again.constraints] == [
-        "(tp > 1) | False | (tp == 1)",
-        "(pp == 0) | (8 // pp > 4)",
-        "(tp <= 4) | (tp == 8)",
-    ]
 
 
 def test_a_lambda_that_means_something_else_as_text_is_refused(tmp_path):

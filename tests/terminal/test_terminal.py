@@ -132,36 +132,6 @@ def test_a_search_to_its_end(place, columns):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("env", "colours", "moves"),
-    [
-        pytest.param({"NO_COLOR": "1"}, False, True, id="no-color"),
-        pytest.param({"TERM": "dumb"}, False, False, id="dumb", marks=pytest.mark.exhaustive),
-        pytest.param({"TERM": "xterm"}, True, True, id="xterm", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_search_in_other_terminals(place, env, colours, moves):
-    shown = tune(place, "--trials", 2, "--out", "-".join(["t", *env.values()]), env=env)
-    ended_well(shown)
-    codes = ESCAPE.findall(shown.raw)
-    coloured = [code for code, kind in codes if kind == "m" and re.search(r"(^|;)3\d", code)]
-    assert bool(coloured) is colours
-    assert any(kind in "AK" for _, kind in codes) is moves
-    assert len(trial_lines(shown)) == 2
-
-
-@pytest.mark.exhaustive
-def test_a_terminal_that_changes_its_size_in_mid_run(place):
-    shown = tune(place, "--trials", 4, "--out", "resized", workload="slow", columns=110)
-    shown.wait_for("   0  ok")
-    shown.resize(60, 20)
-    shown.wait_for("   1  ok")
-    shown.resize(160, 50)
-    ended_well(shown)
-    assert [int(line.split()[0]) for line in trial_lines(shown)][-2:] == [2, 3]
-
-
-@pytest.mark.slow
 def test_ctrl_c_keeps_results_and_resume_continues(place):
     before = set(psutil.Process().children(recursive=True))
     shown = tune(place, "--trials", 5, "--out", "stopped", workload="slow")
@@ -181,22 +151,6 @@ def test_ctrl_c_keeps_results_and_resume_continues(place):
     assert [int(line.split()[0]) for line in trial_lines(again)] == list(range(done, 5))
 
 
-@pytest.mark.slow
-def test_ctrl_c_before_the_first_trial(place):
-    shown = tune(place, "--out", "early")
-    shown.wait_for("...")
-    shown.send("\x03")
-    ended_well(shown, 130)
-
-
-@pytest.mark.slow
-def test_a_search_without_success_says_so_and_announces_no_winner(place):
-    shown = tune(place, "--trials", 2, "--out", "broken", workload="broken")
-    ended_well(shown, 3)
-    assert "Nothing feasible" in shown.text and "no such kernel" in shown.text
-    assert "best.yaml" not in shown.text
-
-
 @pytest.mark.exhaustive
 def test_the_main_command_through_ray(place):
     shown = tune(place, "--trials", 2, "--out", "ray", "--runner", "ray")
@@ -205,34 +159,6 @@ def test_the_main_command_through_ray(place):
 
 
 # -- the other commands --------------------------------------------------------------------------------------
-
-COMMANDS = [
-    (["show", "runs/a"], 0, ["best: trial"]),
-    (["show", "runs/a", "--columns", "trial,throughput,micro_batch"], 0, ["micro_batch"]),
-    (["show", "runs/a", "runs/b"], 0, ["against runs/a"]),
-    (["report", "runs/a"], 0, ["wrote"]),
-    (["export", "runs/a", "--to", "yaml"], 0, ["micro_batch:"]),
-    (["export", "runs/a", "--to", "trainer", "-o", "args.yaml"], 0, ["wrote args.yaml"]),
-    (["models"], 0, ["gpt2-tiny"]),
-    (["doctor"], 0, ["versions", "torch"]),
-    (["space", "--workload", "work.py:mlp"], 0, ["micro_batch"]),
-    (["estimate", "gpt2-tiny", "--hardware", "h100-80gb", "--devices", "2"], 0, ["are predicted to fit"]),
-    (["show", "runs/none"], 2, ["there is no folder"]),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, pytest.param(110, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"), COMMANDS, ids=lambda value: "-".join(value) if isinstance(value, list) else ""
-)
-def test_a_command_in_a_terminal(runs, arguments, code, words, columns):
-    shown = Terminal([*REDLINE, *arguments], cwd=runs.parent, columns=columns)
-    assert shown.wait() == code, shown.text
-    assert "Traceback" not in shown.text
-    joined = re.sub(r"\s+", " ", shown.text)
-    for word in words:
-        assert word in joined
 
 
 @pytest.mark.slow

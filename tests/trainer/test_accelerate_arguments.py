@@ -24,11 +24,6 @@ def test_without_a_strategy_the_estimate_decides():
     assert prepared.info.samples_per_step == 8
 
 
-def test_fixed_knobs_are_kept():
-    info = redline.accelerate(make_llama(), make_data(), global_batch=8, fix={"micro_batch": 2, "fusion": False}).info
-    assert (info.config["micro_batch"], info.config["grad_accum"], info.config["fusion"]) == (2, 4, False)
-
-
 def best_yaml(folder, devices=1, **config):
     document = {
         "best": {
@@ -91,13 +86,6 @@ def test_a_best_yaml_that_was_copied_says_what_to_train(tmp_path):
     assert found == read_source(tmp_path / "run") and found.config["precision"] == "fp32"
 
 
-def test_a_best_yaml_for_other_devices_is_planned_again(tmp_path):
-    found = best_yaml(tmp_path, 4, dp=4, micro_batch=2, grad_accum=1)
-    info = redline.accelerate(make_llama(), make_data(), strategy=found, global_batch=8).info
-    assert "which is for 4 devices" in info.why
-    assert info.config["micro_batch"] * info.config["grad_accum"] == 8
-
-
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,11 +132,6 @@ def test_unsupported_models_are_refused_with_a_message(what):
     }
     with pytest.raises(UsageError, match=message):
         redline.accelerate(given.pop("model"), given.pop("dataset"), **given)
-
-
-def test_a_module_without_data_is_refused():
-    with pytest.raises(UsageError, match="Net is a module of your own: give a dataset"):
-        redline.accelerate(Net(), loss=cross_entropy)
 
 
 def test_parts_of_a_step_out_of_order_are_refused():

@@ -3,7 +3,6 @@
 import signal
 import sys
 
-import psutil
 import pytest
 import yaml
 from processes import left_of
@@ -91,24 +90,6 @@ def test_an_interrupt_saves_a_checkpoint_to_resume_from(start, here, uninterrupt
     assert [found[step] for step in range(1, 151)] == [uninterrupted[step] for step in range(1, 151)], "bit for bit"
 
 
-def test_a_second_interrupt_ends_at_once(start, here):
-    command = start("train", "work.py:slow", "--steps", 50, *EVERY_STEP, "--devices", 1, "--out", "twice",
-                    "--fix", "micro_batch=1")  # fmt: skip
-    command.until_holds((here / "twice" / "logs").exists)
-    (here / "slow-began").unlink(missing_ok=True)  # left by planning
-    command.until_holds((here / "slow-began").exists)  # in the middle of a step of 24 s
-    ranks = psutil.Process(command.process.pid).children(recursive=True)
-    command.signal(signal.SIGINT)
-    command.until_holds(lambda: "Ctrl-C again ends at once" in command.text)
-    command.signal(signal.SIGINT)
-    code, text = command.wait()
-    assert code == 130, text
-    assert [each["kind"] for each in lines_of(here / "twice")] == [], "the step was not waited for"
-    assert "Ctrl-C again ends at once" in text and "Traceback" not in text
-    assert left_of(ranks) == []
-    assert not list((here / "twice" / "checkpoints").glob("step-*"))
-
-
 def test_out_of_memory_resumes_in_a_safer_configuration(start, here):
     out = here / "spiking"
     arguments = ("train", "work.py:spiking", "--devices", 1, "--memory-limit", "1GiB", "--steps", 60, *EVERY_STEP,
@@ -141,43 +122,6 @@ def test_under_torchrun_a_restart_takes_a_safer_configuration(start, here):
     assert len(micro) > 1 and micro == sorted(micro, reverse=True) and micro[-1] < micro[0]
     assert not (here / "launched" / "out-of-memory.json").exists()
     assert max(curve(here / "launched")) == 60 and "note: out of memory" in text
-
-
-def test_under_torchrun_no_safer_configuration_ends_it_with_a_remedy(start, here):
-    arguments = ["work.py:spiking", "--memory-limit", "1GiB", "--steps", 60, "--save-every", 4, "--fix", "micro_batch=8",
-                 "--out", "launched-fixed"]  # fmt: skip
-    code, text = start(*arguments, launcher=torchrun(1, restarts=1)).wait()
-    assert code != 0, text
-    message = (
-        "the training ran out of memory, and no configuration for 1 device needs clearly less; more devices, a smaller"
-    )
-    assert message in " ".join(text.split())
-    assert not (here / "launched-fixed" / "out-of-memory.json").exists(), "whoever tries again may"
-    (strategy,) = yaml.safe_load((here / "launched-fixed" / "train.yaml").read_text())["strategies"]
-    assert strategy["configuration"]["micro_batch"] == 8
-
-
-def test_under_torchrun_another_number_of_ranks_is_planned_again(start, here, uninterrupted):
-    out = here / "regrouped"
-    arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--steps", 150, *EVERY_STEP, "--lr", "1e-3",
-                 "--out", "regrouped"]  # fmt: skip
-    code, text = start(*arguments, "--devices", 2, launcher=torchrun(1)).wait()
-    assert code != 0 and "devices=2 contradicts the launcher's number of ranks, 1; leave --devices out" in text, text
-    command = start(*arguments, launcher=torchrun(1))
-    command.until(out, lambda line: line["step"] >= 20)
-    (out / "stop").touch()
-    command.wait()
-    (first,) = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
-    code, text = start(*arguments, launcher=torchrun(2)).wait()
-    assert code == 0 and "replanned for 2 devices, after 1: " in text, text
-    strategies = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
-    assert strategies[0] == first and [each["devices"] for each in strategies] == [1, 2]
-    (resumed,) = [each for each in lines_of(out) if each["kind"] == "resumed"]
-    assert resumed["step"] == strategies[1]["step"] >= 20
-    found = curve(out)
-    assert [found[step] for step in range(1, 151)] == pytest.approx(
-        [uninterrupted[step] for step in range(1, 151)], rel=2e-4
-    )
 
 
 def test_ranks_that_fail_otherwise_end_it_and_say_why(start, here):

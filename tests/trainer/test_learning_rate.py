@@ -41,10 +41,6 @@ def test_a_requested_schedule_is_followed_with_a_note():
     assert note == "by lr_steps=190 the learning rate jumps from 1.00e-04 to 5.50e-04 at step 100"
 
 
-def test_the_first_step_of_a_warm_up_has_its_share_and_the_last_the_whole():
-    assert rates(ASKED, [0, 1, 9, 10]) == [0.1, 0.2, 1.0, 1.0]
-
-
 def learnt(folder):
     return [(line["step"], line["lr"], line["loss"]) for line in lines_of(folder) if line["kind"] == "step"]
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import threading
 from dataclasses import replace
 from itertools import chain
 
@@ -262,18 +261,6 @@ def test_an_own_optimizer_s_learning_rates_keep_their_ratio(small):
     assert rates == [pytest.approx([1e-3 * HYPER.lr_factor(step), 4e-3 * HYPER.lr_factor(step)]) for step in range(6)]
 
 
-def test_batches_of_the_user_are_made_in_the_main_thread(small):
-    """They may use the global generators, which dropout and recomputation use as well."""
-    workload, threads = small("llama"), []
-
-    def batch(size, seed):
-        threads.append(threading.current_thread() is threading.main_thread())
-        return workload.batch(size, seed)
-
-    part(replace(workload, batch=batch, identity={"batch": "own"}), {"micro_batch": 8}, HYPER)
-    assert len(threads) >= HYPER.steps and all(threads)
-
-
 # -- evaluation ----------------------------------------------------------------------------------------------
 
 
@@ -417,13 +404,6 @@ def test_checkpoints_of_non_finite_steps_are_not_kept(small, run, tmp_path, conf
     for each in CheckpointFolder(tmp_path).all():
         assert each.step <= 4
         assert all(stored.read().isfinite().all() for stored in dcp_tensors(each.path).values())
-
-
-def test_a_training_without_a_checkpoint_says_so(small, tmp_path):
-    with pytest.raises(Diverged, match="the loss of step 2 is nan: nothing was saved before"):
-        part(small("llama"), {"micro_batch": 4}, HYPER, save=tmp_path, watch=poisoned(2))
-    with pytest.raises(Diverged, match="the loss of step 2 is nan: nothing was saved before"):
-        part(small("llama"), {"micro_batch": 4}, HYPER, watch=poisoned(2))
 
 
 # -- invalid hyperparameters ---------------------------------------------------------------------------------

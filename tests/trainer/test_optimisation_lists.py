@@ -7,10 +7,9 @@ import pytest
 import redline
 import torch
 from redline.base.errors import UsageError
-from redline.knobs.strategy import BLOCK_KNOBS
 from redline.trainer.accelerate import decision
-from redline.trainer.accelerate.decision import KNOBS, StrategyRequest, decide
-from redline.trainer.accelerate.optimisations import NEUTRAL, OPTIMISATIONS, follow, read_list
+from redline.trainer.accelerate.decision import StrategyRequest, decide
+from redline.trainer.accelerate.optimisations import NEUTRAL, follow, read_list
 from redline.trainer.ranks import RankPlace
 
 LISTS = {
@@ -51,12 +50,6 @@ def test_a_list_is_converted_to_knobs(name):
     found = follow(strategy, 8)
     assert found.knobs == {**NEUTRAL, **knobs}
     assert found.notes == []
-
-
-def test_fsdps_own_enumeration_is_read():
-    from torch.distributed.fsdp import ShardingStrategy
-
-    assert follow([("fsdp", {"sharding_strategy": ShardingStrategy.NO_SHARD})], 8).knobs["zero"] == 0
 
 
 def test_tunable_entries_are_left_to_the_search():
@@ -155,14 +148,3 @@ def test_unsupported_number_formats_are_refused_with_the_supported_ones(monkeypa
             f'the list of optimisations requires precision="{value}", which llama-tiny cannot have on 1 device of this kind; '
             "name another one, as by ('amp_native', {'dtype': 'bf16'}). There are: fp32"
         )
-
-
-def test_every_standard_knob_is_known():
-    from redline.base.device import Device
-    from redline.models.spaces import default_space
-
-    device = Device(type="cuda", name="H100", count=8, memory_mib=80_000, capability=(9, 0))
-    space = default_space(redline.workload("llama-tiny"), device, 8, allow=("lossy",))
-    assert {*space.by_name, *BLOCK_KNOBS} <= set(KNOBS)
-    assert set(NEUTRAL) <= set(KNOBS)
-    assert len(OPTIMISATIONS) == 19

@@ -4,9 +4,6 @@ import json
 
 import pytest
 import torch
-import yaml
-from redline.trainer.hyperparameters import Hyperparameters
-from redline.trainer.request import TrainRequest
 from train_commands import SIZES, ended, settings, trained
 
 pytestmark = pytest.mark.timeout(900)
@@ -79,16 +76,6 @@ def test_a_training_does_not_resume_with_other_hyperparameters(run, here, finish
     refused(run, message, "train", finished, "--resume", *(settings(here, **more) if isinstance(more, dict) else more))
 
 
-def test_an_occupied_folder_is_refused(run, finished):
-    message = ["'finished' contains a training already; continue it with --resume, or give another --out"]
-    refused(run, message, *trained("train", "llama", finished))
-
-
-def test_a_folder_without_a_training_is_refused(run, here):
-    refused(run, ["'llama' contains no training: train.yaml cannot be read"], "train", "llama", "--resume")
-    refused(run, ["'llama' contains no training; give the --out of `redline train`"], "convert", "llama", "out")
-
-
 def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here, tmp_path):
     arguments = (
         "train",
@@ -112,40 +99,6 @@ def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here,
     (tmp_path / "mine" / "checkpoints").mkdir()
     (tmp_path / "mine" / "checkpoints" / "epoch=1.ckpt").write_text("mine")
     refused(run, ["contains epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
-
-
-def test_betas_and_eps_are_the_optimizer_s(run, here):
-    more = (*settings(here, betas=[0.8, 0.9], eps=1e-5, lr=0.5), "--lr", "1e-3")
-    assert ended(here, *trained("train", "llama", "betas", *more, steps=1)) == 0
-    asked = yaml.safe_load((here / "betas" / "train.yaml").read_text())["asked"]
-    assert (asked["betas"], asked["eps"], asked["lr"]) == ([0.8, 0.9], 1e-5, 1e-3)
-    assert ended(here, "train", "betas", "--resume", "--steps", 2) == 0
-    hyper = TrainRequest.again("betas", asked).section(Hyperparameters)
-    (group,) = hyper.optimizer([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups
-    assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-5)
-    refused(
-        run,
-        ["betas must be at least 0 and below 1"],
-        *trained("train", "llama", "no", *settings(here, betas=[0.9, 1.5])),
-    )
-    assert not (here / "no").exists()
-
-
-def test_changed_data_is_refused(run, here, finished):
-    before = (here / "corpus.txt").read_text()
-    try:
-        (here / "corpus.txt").write_text(before[1:])
-        refused(
-            run,
-            ["the data differs from that of the training in 'finished'"],
-            "train",
-            finished,
-            "--resume",
-            "--steps",
-            7,
-        )
-    finally:
-        (here / "corpus.txt").write_text(before)
 
 
 def test_runs_without_a_winner_are_refused(run, here, tmp_path):

@@ -1,16 +1,10 @@
 """A training is found and continued from any folder, with its original arguments."""
 
-import shlex
-
 import pytest
-import redline as rl
-import yaml
-from predicted_runner import predicted
 from redline.base.errors import UsageError
 from redline.models.layouts.dcp import dcp_tensors
 from redline.trainer.checkpoint.folder import CheckpointFolder
 from redline.trainer.request import TrainRequest, taken_up
-from redline.trainer.strategy import read_source
 from train_commands import SIZES, curve, settings, trained
 from trainings import unequal
 
@@ -89,24 +83,6 @@ def test_an_explicit_default_counts_as_given():
     # Repeats the command, as a launcher does.
     plain = TrainRequest(source="gpt2-tiny", seed=0, stated=("seed",))
     assert taken_up(plain, TrainRequest(source="gpt2-tiny").given()).seed == 0
-
-
-@pytest.mark.parametrize("target", ["./llama", "llama/config.json", "work.py:net"])
-def test_relative_paths_of_a_search_resolve_from_anywhere(here, tmp_path, monkeypatch, target):
-    monkeypatch.chdir(here)
-    sizes = {} if ".py:" in target else {"seq_len": 16, "global_batch": 8}
-    rl.tune(target, out=tmp_path / "run", **predicted(target, "h100", trials=1, devices=1, **sizes))
-    before = rl.workload(target, **sizes)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "best-of-all.yaml").write_bytes((tmp_path / "run" / "best.yaml").read_bytes())
-    with pytest.raises(rl.UsageError, match=rf"no run '{tmp_path}/rum', and no model .* did you mean 'run'"):
-        read_source(tmp_path / "rum")
-    for source in ("run", "run/best.yaml", "best-of-all.yaml"):
-        found = read_source(source).workload(TrainRequest(source=source))
-        assert (found.id, found.name) == (before.id, before.name)
-    words = shlex.split(yaml.safe_load((tmp_path / "best-of-all.yaml").read_text())["reproduce"])
-    spec = words[words.index("--workload") + 1] if ".py:" in target else words[2]
-    assert rl.workload(spec, **sizes).id == before.id
 
 
 def test_relative_paths_of_an_older_training_resolve_in_its_start_folder(here, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -10,14 +9,9 @@ import yaml
 from redline.models.layouts.dcp import dcp_tensors
 from redline.models.layouts.find import LAYOUTS
 from redline.trainer.checkpoint.folder import CheckpointFolder
-from train_commands import EVERY_STEP, GPT2, PLAIN, SIZES, curve, ended, settings, trained
+from train_commands import GPT2, ended, trained
 
 pytestmark = pytest.mark.timeout(900)
-LIMITED = """
-import os, resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, resource.RLIM_INFINITY))
-os.execv(sys.executable, [sys.executable, "-m", "redline.cli", *sys.argv[1:]])
-"""
 
 
 @pytest.fixture(scope="session")
@@ -55,11 +49,6 @@ def test_with_json_one_object_is_printed_and_nothing_else(run, here):
     measured = found["measurement"]
     assert measured["status"] == "ok" and measured["unit"] == "tokens/s" and measured["throughput"] > 0
     assert measured["throughput"] == pytest.approx(8 * 16 * 1e3 / measured["step_ms"])
-
-
-def test_with_json_errors_go_to_stderr(run):
-    code, out, err = run("train", "llama", "--data", "nowhere.txt", *SIZES, "--devices", 1, "--out", "no", "--json")
-    assert (code, out) == (2, "") and "nowhere.txt" in err
 
 
 # -- conversion ----------------------------------------------------------------------------------------------
@@ -129,103 +118,4 @@ def test_adapters_convert_to_peft_and_merge_to_equal_outputs(run, here, base, ad
 # -- starting weights ----------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_what_differs(run, here, base):
-    wider = json.loads((here / "llama" / "config.json").read_text()) | {"intermediate_size": 80, "num_hidden_layers": 3}
-    (here / "wider").mkdir()
-    (here / "wider" / "config.json").write_text(json.dumps(wider))
-    code, out, err = run(*trained("train", "wider", "from-another", "--from", "base", steps=2))
-    text = " ".join((out + err).split())
-    assert code == 2, text
-    assert "/base' is a checkpoint of another model than this llama (LlamaForCausalLM)." in text
-    assert "9 tensors are missing: model.layers.2." in text
-    assert "6 tensors have another shape: model.layers.0.mlp." in text
-    assert "gate_proj.weight with (64, 32) there, (80, 32) in the model" in text
-    assert "Give the model that it was saved from, or another checkpoint" in text and "Traceback" not in text
-    code, out, err = run(*trained("train", "./gpt2", "from-another-family", "--from", "base", steps=2))
-    text = " ".join((out + err).split())
-    assert code == 2 and "transformer.h.0.attn.c_attn.weight" in text and "20 tensors are not in the model" in text, (
-        text
-    )
-    assert not list(here.glob("from-another*/checkpoints/step-*"))
-
-
-@pytest.mark.slow
-def test_a_best_yaml_that_was_copied_elsewhere_trains_its_winner(run, here, tmp_path):
-    arguments = (
-        "tune",
-        "llama",
-        *SIZES,
-        *PLAIN,
-        "--devices",
-        1,
-        "--trials",
-        1,
-        "--measure-time",
-        "50ms",
-        "--out",
-        "one",
-    )
-    code, out, err = run(*arguments, "--fix", "micro_batch=4")
-    assert code == 0, out + err
-    shutil.copy(here / "one" / "best.yaml", tmp_path / "copied.yaml")
-    shutil.rmtree(here / "one")
-    arguments = ("--data", "corpus.txt", "--steps", 4, *EVERY_STEP, "--out", "copied", "--json")
-    code, out, err = run("train", tmp_path / "copied.yaml", *arguments)
-    assert code == 0, out + err
-    found = json.loads(out)
-    (strategy,) = found["strategies"]
-    assert strategy["why"] == "the run's winner" and strategy["configuration"]["micro_batch"] == 4
-    assert found["predicted"] > 0, "what its dry run measured came along"
-    whole = run(*trained("train", "llama", "plain", "--fix", "micro_batch=4", steps=4))
-    assert whole[0] == 0 and curve(here / "copied") == curve(here / "plain")
-
-
-def test_a_run_without_a_winner_and_a_run_of_a_command_are_refused_in_words(run, here):
-    (here / "knobs.yaml").write_text("knobs: [{name: size, values: [1, 2]}]\n")
-    tune = ("tune", "--space", "knobs.yaml", "--trials", 2, "--metric", r"told: (?P<throughput>[\d.]+)", "--out")
-    code, out, err = run(*tune, "failed", "--command", f"{sys.executable} -c 'raise SystemExit(3)' --size {{size}}")
-    assert code == 3, out + err
-    code, out, err = run("train", "failed", "--data", "corpus.txt")
-    text = " ".join((out + err).split())
-    assert code == 3 and "'failed' names no winner: none of 2 trials succeeded: 2 crash." in text, text
-    code, out, err = run(*tune, "commanded", "--command", f"{sys.executable} -c 'print(\"told: 3\")' --size {{size}}")
-    assert code == 0, out + err
-    for given in ("commanded", "commanded/best.yaml"):
-        code, out, err = run("train", given, "--data", "corpus.txt")
-        text = " ".join((out + err).split())
-        assert code in (1, 2), text
-        assert "'commanded' is of a command; redline trains models and workloads that have a name or a file" in text
-
-
 # -- how it ends ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_training_whose_last_step_cannot_be_saved_has_failed_and_says_so(start, here):
-    """No file may exceed 250 kB: a checkpoint does, the data's and a log do not."""
-    launcher = [sys.executable, "-c", LIMITED]
-    arguments = trained("train", "llama", "unsaved", "--save-every", 2, steps=4)
-    code, text = start(*arguments, launcher=launcher).wait()
-    text = " ".join(text.split())
-    assert code == 1, text
-    assert "THE CHECKPOINT OF STEP 2 WAS NOT SAVED: OSError: [Errno 27] File too large" in text
-    assert "the training reached step 4, which could not be saved: OSError: [Errno 27] File too large" in text
-    assert "there is no checkpoint, and --resume starts from step 0" in text and "Traceback" not in text
-    assert not list((here / "unsaved" / "checkpoints").iterdir())
-    code, text = start("train", "unsaved", "--resume", *settings(here, keep=1), "--steps", 3).wait()
-    assert code == 0, text
-    code, text = start("train", "unsaved", "--resume", "--steps", 4, launcher=launcher).wait()
-    text = " ".join(text.split())
-    assert code == 1 and "the latest checkpoint is of step 3, and --resume continues from there" in text, text
-    assert [each.name for each in (here / "unsaved" / "checkpoints").iterdir()] == ["step-00000003"]
-
-
-@pytest.mark.slow
-def test_separate_documents_train_alike_under_sharding(start, here):
-    lines = [json.dumps({"text": f"document {number} " + "abc " * (number % 7)}) for number in range(400)]
-    (here / "documents.jsonl").write_text("\n".join(lines))
-    arguments = ("train", "llama", "--data", "documents.jsonl", *settings(here, packing="documents"), *PLAIN, *SIZES)
-    for out, how in (("plain", ("--devices", 1)), ("sharded", ("--devices", 2, "--fix", "tp=1", "--fix", "zero=3"))):
-        code, text = start(*arguments, *how, "--steps", 3, "--out", f"documents-{out}").wait()
-        assert code == 0, text
-    assert curve(here / "documents-sharded") == pytest.approx(curve(here / "documents-plain"), rel=1e-5)

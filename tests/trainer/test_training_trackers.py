@@ -92,17 +92,8 @@ def test_tensorboard_continues_in_its_folder_without_repeated_steps(tmp_path):
     assert texts[0] == "2 devices: zero=0 (the winner)" and texts[20] == "2 devices: zero=3 (the winner)"
 
 
-def test_tensorboard_does_not_repeat_what_lost_ranks_do_again(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    session(tmp_path, "tensorboard", FIRST + SECOND)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert {each.step: each.value for each in events.Scalars("train/loss")} == LOSSES
-    assert len(events.Scalars("train/loss")) == len(LOSSES)
-
-
 @pytest.mark.parametrize("lost", tiered([True], [False]))
+@pytest.mark.slow
 def test_mlflow_continues_in_its_run_without_repeated_steps(tmp_path, monkeypatch, lost):
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     pytest.importorskip("sqlalchemy")
@@ -124,23 +115,7 @@ def test_mlflow_continues_in_its_run_without_repeated_steps(tmp_path, monkeypatc
     assert lost or "zero=3" in run.data.tags["redline.event.20.1"]
 
 
-def test_mlflow_says_how_a_training_ended(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="mlflow is not installed")
-    pytest.importorskip("sqlalchemy")
-    from mlflow import MlflowClient
-
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-    def status():
-        (run,) = json.loads((tmp_path / RUNS).read_text()).values()
-        return MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_run(run).info.status
-
-    session(tmp_path, "mlflow", [step_line(10, 5.0)])
-    assert status() == "FAILED"
-    session(tmp_path, "mlflow", [{"kind": "end", "step": 10, "stopped": True, "failure": ""}])
-    assert status() == "KILLED"
-
-
+@pytest.mark.slow
 def test_wandb_continues_in_its_run_without_repeated_steps(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     # A separate process: wandb starts a service that would outlive this test.

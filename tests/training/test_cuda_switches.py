@@ -4,12 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from redline.base.errors import WorkloadError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.kernels import products_of
 from redline.schedule.parallel.sharding import scale_gradients
 from redline.trainer.loop import HostCopy
-from redline.training import Training
 from redline.training.precision import Precision
 from torch import nn
 
@@ -62,27 +60,6 @@ def test_the_knob_switches_tf32_on_for_the_passes_alone(switches, matmul_precisi
         with each.products():
             assert matmul.fp32_precision == "tf32"
     assert matmul.fp32_precision == "tf32"
-
-
-def test_passes_run_within_it(small, monkeypatch, switches, matmul_precision):
-    seen = []
-    training = Training(small("gpt2"), {"micro_batch": 8}, torch.device("cpu"))
-    inner = training._passes
-
-    def passes(*args):
-        seen.append(torch.get_float32_matmul_precision())
-        return inner(*args)
-
-    monkeypatch.setattr(training, "_passes", passes)
-    training.precision._tf32 = True
-    torch.set_float32_matmul_precision("highest")
-    training.step()
-    assert seen == ["high"] and torch.get_float32_matmul_precision() == "highest"
-
-
-def test_a_cpu_has_no_tf32():
-    with pytest.raises(WorkloadError, match="unknown precision 'tf32'.*work on cpu"):
-        Precision("tf32", torch.device("cpu"))
 
 
 def test_tf32_costs_the_memory_of_float32_and_the_time_of_its_own_rate():

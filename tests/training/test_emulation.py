@@ -98,14 +98,6 @@ def test_received_values_are_finite_and_of_moderate_size(recorder, dtype):
     assert (message.kind, message.peer, message.tag) == (Kind.RECEIVE, 7, 7)
 
 
-def test_receiving_draws_nothing_from_the_generator_of_training(recorder):
-    torch.manual_seed(0)
-    group(recorder).recv([torch.empty(8)], 0).wait()
-    drawn = torch.rand(4)
-    torch.manual_seed(0)
-    assert torch.equal(drawn, torch.rand(4))
-
-
 def test_received_flags_and_numbers_are_ones(recorder):
     flag, mask = torch.zeros(1, dtype=torch.int32), torch.zeros(3, dtype=torch.bool)
     group(recorder).recv([flag], 0).wait()

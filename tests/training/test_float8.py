@@ -70,13 +70,6 @@ def test_linear_layers_of_blocks_with_sizes_of_16_are_converted_and_no_others(sm
     assert kind.cast_config_grad_output.target_dtype == GRADIENTS[precision]
 
 
-def test_a_model_without_such_layers_is_refused(small):
-    """GPT-2 uses a projection class of its own."""
-    for made in (small("gpt2"), small("llama", hidden_size=24, intermediate_size=40)):
-        with pytest.raises(WorkloadError, match="multiples of 16, and there is none in its repeated"):
-            Training(made, {"micro_batch": 8, "precision": "fp8"}, CPU)
-
-
 def test_without_torchao_it_is_refused_and_that_names_the_extra(small, monkeypatch):
     message = "torchao is not installed: pip install 'redline[fp8]'"
     monkeypatch.setattr("redline.training.precision.not_installed", lambda package, extra: message)
@@ -219,27 +212,6 @@ def test_a_device_that_multiplies_8_bits_has_it_among_what_is_lossy(small, cuda,
     asked = default_space(made, cuda((8, 9)))
     assert asked["precision"].values == ("tf32", "bf16") and without_float8(made, cuda((8, 9))) is None
     asked.fix("precision", "fp8")
-
-
-def test_devices_and_models_without_float8_have_a_reason(small, cuda, cpu, installed):
-    made = small("llama")
-    assert without_float8(made, cpu) == "a CPU does not support 8-bit products"
-    assert without_float8(made, cuda((8, 0))).endswith("capability 8.9, but this device has 8.0")
-    assert without_float8(small("gpt2"), cuda()).endswith("there is none in its repeated blocks")
-    installed(False)
-    assert without_float8(made, cuda()) == "torchao is not installed: pip install 'redline[fp8]'"
-    for device in (cpu, cuda((8, 0)), cuda()):
-        space = default_space(made, device, allow=("lossy",))
-        assert not set(FLOAT8) & {*space["precision"].values, *space["precision"].others}
-
-
-def test_a_cut_that_leaves_nothing_to_convert_is_no_configuration(small, cuda, installed):
-    made = small("llama", hidden_size=16, num_attention_heads=2, intermediate_size=16)
-    space = default_space(made, cuda((9, 0), 2), 2, allow=("lossy",))
-    cut = {config["precision"] for config in space if config["tp"] == 2}
-    assert cut == {"tf32", "bf16", "bf16_pure"}
-    config = space.default().to_dict() | {"tp": 2, "precision": "fp8"}
-    assert "in its repeated blocks cut over 2 ranks" in space.explain(config)
 
 
 @pytest.mark.gpu

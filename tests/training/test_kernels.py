@@ -6,14 +6,12 @@ import numerics_table as numerics
 import pytest
 import redline as rl
 import torch
-from redline.base.errors import SpaceError, WorkloadError
 from redline.models import workload
 from redline.models.families.standard import head_of
 from redline.models.kernels import kernels_obstacle
 from redline.models.skeleton import skeleton
 from redline.models.spaces import default_space
 from redline.schedule import create_schedule
-from redline.training import Training
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,13 +64,6 @@ def test_a_language_model_has_it_off_by_default(cpu, name):
     assert head_of(sch, made.schedule.blocks(sch)).path == HEADS[name]
 
 
-def test_a_user_s_model_has_kernels_if_its_loss_needs_no_logits(cpu):
-    made = own()
-    assert "kernels" in default_space(made, cpu).by_name
-    for knobs in ({"kernels": True}, {"kernels": True, "micro_batch": 2, "checkpoint_ratio": 1.0}):
-        assert numerics.departure(made, knobs).holds
-
-
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
@@ -102,24 +93,6 @@ def test_a_user_s_model_has_kernels_if_its_loss_needs_no_logits(cpu):
 def test_missing_kernels_have_a_reason(cpu, made, reason):
     assert reason in kernels_obstacle(made)
     assert "kernels" not in default_space(made, cpu).by_name
-
-
-def test_excluded_combinations_are_constraints_with_a_reason(cpu, cuda):
-    space = default_space(workload("gpt2"), cuda((7, 0)))
-    with pytest.raises(SpaceError, match="forms the head's gradient before the loss is scaled"):
-        space.config(kernels=True, precision="fp16")
-    space = default_space(replace(workload("gpt2-tiny"), global_batch=32), cpu, 4)
-    with pytest.raises(SpaceError, match="cuts the head again after its forward"):
-        space.config(kernels=True, pp=2, tp=1, zero=3, micro_batch=2, checkpoint_ratio=0.0)
-    assert space.config(kernels=True, pp=1, tp=1, zero=3, micro_batch=2, checkpoint_ratio=0.0)
-    with pytest.raises(SpaceError, match="cuts the head again after its forward"):
-        default_space(own(), cpu, 2).config(kernels=True, zero=3)
-    for made, knobs, ranks in (
-        (workload("gpt2-tiny"), {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2}, 4),
-        (own(), {"dp": 2, "zero": 3}, 2),
-    ):  # fmt: skip
-        with pytest.raises(WorkloadError, match="cuts the head again after its forward"):
-            Training(made, {**knobs, "kernels": True}, torch.device("cpu"), world_size=ranks)
 
 
 @pytest.mark.parametrize(

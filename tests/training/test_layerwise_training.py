@@ -30,12 +30,6 @@ def test_only_the_named_blocks_are_recomputed(small):
     assert recomputed(workload, strategy="0-3:-") == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("text", ["0-3:-", "0:ckpt 1-3:-", "0:- 1-2:ckpt 3:-", "0-3:ckpt"])
-def test_recomputed_blocks_compute_what_the_plain_model_does(small, seed, text):
-    workload = small("llama", num_hidden_layers=4)
-    numeric.hold(numeric.departure(workload, {"micro_batch": 8, "strategy": text}, seed))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -82,10 +76,3 @@ def test_blocks_that_zero_3_keeps_whole_are_gathered_once(two, small):
     # Gathered once a step instead of twice a micro-batch; the last block stays whole in each micro-batch anyway.
     assert gathers[""] - gathers["0-1:- 2-3:zero2"] == 3 + 1
     assert gathers[""] - gathers["0-3:zero2"] == 3 * 3 + 1
-
-
-def test_stages_of_a_pipeline_recompute_their_own(two, small, seed):
-    workload = small("llama", num_hidden_layers=4)
-    config = {"pp": 2, "micro_batch": 2, "grad_accum": 4, "strategy": "0-1:ckpt 2-3:-"}
-    for found in two.run(numeric.departure, workload, config, seed):
-        numeric.hold(found)

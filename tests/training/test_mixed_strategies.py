@@ -109,13 +109,6 @@ def test_chunks_of_unlike_numbers_of_blocks_compute_what_one_process_computes(tw
         numeric.hold(found)
 
 
-def held(config):
-    """Returns the numbers of the blocks whose weights are on this rank."""
-    training = Training(deep("llama"), config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
-    names = (name.split(".") for name, _ in training.model.named_parameters())
-    return sorted({int(each[2]) for each in names if each[:2] == ["model", "layers"]})
-
-
 def away(config):
     """Returns the parameters whose optimizer state is in host memory, and the weights after a step, by name."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -134,18 +127,6 @@ def test_a_run_keeps_its_optimizer_state_in_host_memory_and_the_others_do_not():
     found, weights = away({"micro_batch": 8, "strategy": "0:- 1-2:offload 3:-"})
     assert found == sorted(name for name in expected if name.startswith(("model.layers.1.", "model.layers.2.")))
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
-
-
-def test_with_zero_3_a_run_keeps_the_state_of_its_pieces(two):
-    config = {"dp": 2, "zero": 3, "micro_batch": 4, "strategy": "0:offload 1-3:-"}
-    for found, _ in two.run(away, config):
-        assert found and all(name.startswith("model.layers.0.") for name in found)
-
-
-def test_a_stage_has_the_blocks_that_are_given(two):
-    config = {"pp": 2, "grad_accum": 4}
-    assert two.run(held, config) == [[0, 1], [2, 3]]
-    assert two.run(held, {**config, "stage_blocks": "1,3"}) == [[0], [1, 2, 3]]
 
 
 def drawn(config):

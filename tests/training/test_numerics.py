@@ -93,10 +93,6 @@ def test_a_family_computes_what_one_process_computes(two, seed, family, combinat
     hold(two, family, combination, seed)
 
 
-def test_stages_of_a_pipeline_that_share_weights_are_replicated(four, seed):
-    hold(four, "gpt2", "pp2·dp2+zero1", seed)
-
-
 @pytest.mark.parametrize("combination", ["sp2·tp2", "sp2·dp2+zero3", "pp2·sp2", "cp2·tp2", "cp2·sp2", "pp2·cp2"])
 def test_sequences_are_cut_beside_all_else(four, seed, combination):
     hold(four, "llama", combination, seed)
@@ -370,21 +366,6 @@ def supported(family):
     return made.schedule.support(create_schedule(skeleton(made)))
 
 
-def test_reasons_name_the_numbers():
-    assert supported("llama").tp(2) is None
-    assert "4 ranks must divide the 2 key-value heads" in supported("llama").tp(4)
-    assert "8 ranks must divide the 4 attention heads" in supported("gpt2").tp(8)
-    assert "each of 3 stages needs a repeated block, but the model has 2" in supported("bert").pp(3)
-    assert "2 encoder blocks remain for 3 stages" in supported("t5").pp(4)
-    assert supported("t5").pp(3) is None
-    assert "uses one layer 2 times" in supported("albert").pp(2)
-    assert "residual" in supported("albert").sequence_parallel
-    assert "odd number" in supported("vit").sequence_parallel
-    assert "tied weights, shared.weight and encoder.embed_tokens.weight" in supported("t5").zero_in_stages
-    # The weights of these two are tied across stages, which is supported.
-    assert supported("gpt2").zero_in_stages is None and supported("bert").zero_in_stages is None
-
-
 def test_sizes_that_ranks_do_not_divide_are_padded_or_refused_in_words():
     # The vocabulary of 97 is named once, with its embedding, though the head is tied to it.
     assert supported("gpt2").padding(2) == "the 97 rows of 'transformer.wte.weight' are padded to 98"
@@ -431,15 +412,6 @@ def test_what_a_plan_leaves_out_between_cut_projections_is_refused(family, reaso
     assert support.tp(2).startswith(reason)
 
 
-def test_a_model_without_a_plan_says_what_it_lost():
-    from transformers import ElectraConfig
-
-    made = hugging_face(ElectraConfig(num_hidden_layers=2))
-    support = made.schedule.support(create_schedule(skeleton(made)))
-    assert "neither transformers nor redline has a tensor-parallel plan" in support.tp(2)
-    assert "neither transformers nor redline has a pipeline plan" in support.pp(2)
-
-
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
@@ -458,14 +430,6 @@ def test_a_pipeline_refuses_what_passes_between_blocks_beside_hidden_states(more
     made = styled("gemma4_text", **more)
     found = made.schedule.support(create_schedule(skeleton(made))).pp(2)
     assert found is None if reason is None else found.startswith(reason)
-
-
-def test_a_plan_that_is_not_understood_is_a_reason():
-    made = numerics.tiny("llama")
-    model = skeleton(made)
-    model._tp_plan = {"model.layers.*.mlp.up_proj": "diagonal"}
-    support = made.schedule.support(create_schedule(model))
-    assert "the style diagonal, not known here" in support.tp(2)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"

@@ -1,11 +1,8 @@
 """A trial on several ranks computes the same loss, gradients and weights as one process."""
 
-from dataclasses import replace
-
 import numeric
 import pytest
 import torch
-from redline.base.errors import WorkloadError
 from redline.training import Training
 from tiers import diagonal, tiered
 
@@ -48,11 +45,6 @@ def test_each_zero_stage_shards_its_state(two, small, family):
     assert state == [4 * whole, 2 * whole, 2 * whole, 2 * whole]  # AdamW keeps two values a weight
     weights = [sum(weights for _, weights, _ in each) for each in found]
     assert weights == [2 * whole, 2 * whole, whole, whole]
-
-
-@pytest.mark.parametrize(("zero", "micro_batch"), diagonal([2, 3], [1, 2]))
-def test_groups_of_replicas_train_as_one(four, small, seed, zero, micro_batch):
-    check(four, small("llama"), {"zero": zero, "hsdp": 2, "micro_batch": micro_batch}, seed)
 
 
 def created(workload, config):
@@ -124,10 +116,6 @@ def test_groups_of_replicas_gather_within_and_sum_with_the_others_once_a_step(fo
         assert 2 * once[rank]["all_reduce", across] == once[rank]["reduce_scatter", within]
 
 
-def test_two_axes_at_once_train_as_one(four, small, seed):
-    check(four, small("llama"), {"micro_batch": 2, "tp": 2, "zero": 3}, seed)
-
-
 @pytest.mark.parametrize(
     ("precision", "config"),
     diagonal(["bf16", "bf16_pure"], [{"tp": 2}, {"pp": 2}, {"zero": 0}, {"zero": 1}, {"zero": 3}]),
@@ -141,80 +129,3 @@ def test_lower_precisions_go_with_every_way_of_spreading(two, small, seed, confi
 def test_lower_precisions_go_with_several_stages_a_rank(two, small, seed, kind, precision):
     knobs = {"pp": 2, "virtual_stages": 2, "pipeline_schedule": kind, "grad_accum": 4, "micro_batch": 2}
     check(two, small("gpt2"), {**knobs, "precision": precision}, seed)
-
-
-def test_several_stages_a_rank_are_interleaved_by_default(two, small, seed):
-    check(two, small("gpt2"), {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "micro_batch": 2}, seed)
-
-
-def test_a_loss_of_somebody_s_own_goes_through_a_pipeline(two, seed):
-    def run(own_schedule):
-        import redline as rl
-        from torch import nn
-
-        def batch(size, seed):
-            generator = torch.Generator().manual_seed(seed)
-            return torch.randn(size, 8, generator=generator), torch.randint(0, 5, (size,), generator=generator)
-
-        def schedule(sch, config):
-            if config.get("pp", 1) > 1:
-                sch["1"].cut_pipeline_stage()
-
-        made = rl.Workload(
-            model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5)),
-            batch=batch,
-            loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
-            global_batch=8,
-            schedule=schedule if own_schedule else None,
-        )
-        return numeric.departure(made, {"pp": 2, "micro_batch": 2}, seed)
-
-    for each in two.run(run, True):
-        numeric.hold(each)
-    with pytest.raises(AssertionError, match="pp: neither transformers nor redline has a pipeline plan"):
-        two.run(run, False)
-
-
-def test_a_loss_computed_in_bfloat16_reaches_every_stage(two):
-    def run():
-        import redline as rl
-        import torch.distributed as dist
-        from torch import nn
-
-        def batch(size, seed):
-            generator = torch.Generator().manual_seed(seed)
-            return tuple(torch.randint(0, 5, (size,), generator=generator) for _ in range(2))
-
-        made = rl.Workload(
-            model=lambda: nn.Sequential(nn.Embedding(5, 16), nn.Linear(16, 5)),
-            batch=batch,
-            loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
-            global_batch=8,
-            schedule=lambda sch, config: sch["0"].cut_pipeline_stage(),
-        )
-        config = {"pp": 2, "micro_batch": 2, "precision": "bf16_pure"}
-        return float(Training(made, config, CPU, rank=dist.get_rank(), world_size=2).step())
-
-    first, second = two.run(run)
-    # T5 computes its loss in bfloat16 too; most models compute it in float32.
-    assert first == second and 1 < first < 4
-
-
-def test_unsupported_combinations_are_refused(two, small):
-    def refused(workload, config, message):
-        import torch.distributed as dist
-
-        with pytest.raises(WorkloadError, match=message):
-            Training(workload, config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
-
-    workload = small("llama")
-    two.run(refused, workload, {"dp": 4}, r"dp=4: .* must equal the number of devices \(2\)")
-    two.run(refused, workload, {"hsdp": 2, "zero": 1}, "hsdp=2, zero=1: hsdp needs zero 2 or 3")
-    two.run(refused, workload, {"hsdp": 2, "zero": 3}, "hsdp must divide the .* replicas into groups of two or more")
-    two.run(refused, workload, {"hsdp": True, "zero": 3}, "hsdp must be a whole number of at least 1, but is True")
-    uneven = replace(workload, seq_len=15)
-    two.run(refused, uneven, {"sp": 2}, r"sp=2: sp \* cp must divide the 15 tokens of a sample")
-    two.run(refused, uneven, {"cp": 2}, r"cp=2: 2 \* cp must divide the 15 tokens of a sample")
-    own = replace(workload, loss=lambda output, batch: output.loss)
-    two.run(refused, own, {"sp": 2}, "sp=2: the workload's own loss takes whole samples")
-    two.run(refused, workload, {"micro_batch": 3}, "micro_batch must divide a replica's samples, 4, but is 3")

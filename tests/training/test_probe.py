@@ -1,6 +1,5 @@
 """The probe of a candidate gives the same values for every way to spread it, and has no side effects."""
 
-import json
 import random
 import re
 import sys
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline.models import Workload
-from redline.results.probe import Probe
 from redline.runners import Reference
 from redline.runners.trial.numerics_check import numerics_mismatch, together
 from redline.training import Training
@@ -211,14 +209,6 @@ def test_ranks_of_several_stages_compute_what_the_reference_computes(two, deeper
     assert found.step.blocks == pytest.approx(expected.step.blocks, rel=1e-5)
 
 
-def test_the_probe_of_one_process_equals_that_of_ranks(gpt2_on_two):
-    # Gradients of the first step cover the same samples on one process and on two.
-    workload, expected = gpt2_on_two
-    found = probed(workload, step=True, micro_batch=8)
-    assert found.step.loss == pytest.approx(expected.step.loss, rel=1e-6)
-    assert found.step.blocks == pytest.approx(expected.step.blocks, rel=1e-5)
-
-
 def test_norms_are_those_of_the_gradients(small):
     training = Training(small(), {"micro_batch": 8}, CPU)
     part = together([take(training)], [first_step(training)[1]])
@@ -327,39 +317,6 @@ def test_statistics_over_the_batch_do_not_make_a_micro_batch_wrong():
     assert "the loss on the probe" in verdict(probed(scaled, micro_batch=8), expected)
 
 
-def test_randomness_is_found_by_its_being_drawn_not_by_its_name():
-    class Hidden(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last = nn.Linear(8, 4)
-
-        def forward(self, x):
-            keep = torch.rand_like(x) > 0.2 if self.training else torch.ones_like(x)
-            return self.last(x * keep)
-
-    workload = replace(restless, model=Hidden)
-    expected = probed(workload, micro_batch=8)
-    assert expected.noise > 0.1
-    assert verdict(probed(workload, micro_batch=2), expected) is None
-
-
-def test_a_recurrent_model_is_probed():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = nn.LSTM(8, 8, num_layers=2, dropout=0.2, batch_first=True)
-            self.last = nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.last(self.cell(x)[0])
-
-    workload = replace(masked, model=Recurrent)
-    training = Training(workload, {"micro_batch": 4}, CPU)
-    expected = together([take(training)])
-    assert expected.noise > 0 and training.model.cell.dropout == 0.2 and training.model.cell.training
-    assert verdict(probed(workload, micro_batch=8), expected) is None
-
-
 # Parameters that begin as zero or one
 
 
@@ -444,24 +401,6 @@ def test_small_faults_are_found_with_few_tokens(small, change, message):
     assert re.search(message, found), found
 
 
-def test_what_is_read_survives_the_ledger(small):
-    expected = probed(small(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), micro_batch=4)
-    stored = Probe.from_dict(json.loads(json.dumps(expected.to_dict())))
-    assert stored == replace(expected, names=())
-    assert "transformer.h.*.mlp.dropout.p=0.1" in stored.rates and stored.trained and not stored.frozen
-    found = probed(
-        faulty(
-            small(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
-            lambda model: steeper(model.transformer.h[1].mlp.c_fc, "weight"),
-        ),
-        micro_batch=4,
-    )
-    assert "transformer.h.1.mlp.c_fc.weight" in verdict(found, stored)
-    earlier = {key: value for key, value in expected.to_dict().items() if key not in ("rates", "trained", "frozen")}
-    earlier["quiet"] = {key: value for key, value in earlier["quiet"].items() if key != "parameters"}
-    assert verdict(expected, Probe.from_dict(earlier)) is None
-
-
 # Weights that a schedule adds
 
 
@@ -490,19 +429,6 @@ def test_weights_that_a_schedule_brings_in_are_named(small):
 
 
 # The first step
-
-
-def test_parameters_unchanged_by_a_step_are_named():
-    class Frozen(nn.Sequential):
-        def __init__(self):
-            super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-    def some(params):
-        return torch.optim.SGD(list(params)[:2], lr=0.1)
-
-    workload = replace(restless, model=Frozen)
-    assert probed(workload, step=True).still == ()
-    assert probed(replace(workload, optimizer=some), step=True).still == ("2.bias", "2.weight")
 
 
 def test_in_a_narrow_format_a_block_counts_as_moved_where_any_of_it_is(small):

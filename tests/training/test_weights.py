@@ -232,17 +232,6 @@ def test_training_starts_from_the_weights_of_a_constructor_of_ones_own(model):
     assert not any(torch.equal(a, b) for a, b in zip(made[0].blocks.parameters(), made[2].blocks.parameters()))
 
 
-def test_the_generators_of_python_and_numpy_are_left_as_they_were():
-    random.seed(3)
-    np.random.seed(3)
-    expected = random.random(), np.random.rand()
-    random.seed(3)
-    np.random.seed(3)
-    for model in (Net, Looking):
-        Training(of_model(model), {"micro_batch": 8}, CPU)
-    assert (random.random(), np.random.rand()) == expected
-
-
 def weights(made, spread):
     """Whole parameters, and buffers, of a rank."""
     import torch.distributed as dist
@@ -264,27 +253,6 @@ def test_ranks_have_their_parts_of_the_same_weights(two, small, family, spread):
     assert set().union(*found) == set(expected)
     for rank in found:
         assert all(torch.equal(value.cpu(), expected[name]) for name, value in rank.items())
-
-
-class Ruled(Net):
-    """A model that states, by being on the meta device, that its rules initialise it."""
-
-    def __init__(self):
-        with torch.device("meta"):
-            super().__init__()
-
-    def reset_parameters(self):
-        nn.init.constant_(self.gain, 0.5)
-        self.mask.copy_(torch.tril(torch.ones(8, 8)).bool())
-        self.steps.fill_(3)
-        self.noise.zero_()
-
-
-def test_a_model_of_ones_own_on_the_meta_device_is_initialised_by_its_rules():
-    made = [Training(of_model(Ruled), {"micro_batch": 8}, CPU, seed=seed).model for seed in (7, 7, 8)]
-    assert_same(made[0], made[1])
-    assert made[0].mask.sum() == 36 and made[0].gain.eq(0.5).all() and made[0].blocks[0].weight.abs().max() <= 8**-0.5
-    assert not torch.equal(made[0].blocks[0].weight, made[2].blocks[0].weight)
 
 
 def test_adapters_are_initialised_as_by_peft(small):

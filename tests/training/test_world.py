@@ -38,10 +38,6 @@ def test_every_place_is_taken_once(tp, sp, cp, pp):
     assert len({(each.pp_rank, each.dp_rank, each.sharing.rank, each.tp_rank) for each in worlds}) == size
 
 
-def test_one_rank_has_no_mesh():
-    assert World.of({}).mesh(torch.device("cpu")) is None
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -1,7 +1,6 @@
 """`--allow lossy`: values that trade accuracy for speed are tried only on request and never reported alone."""
 
 import json
-import re
 
 import pytest
 import redline as rl
@@ -20,9 +19,7 @@ from redline.results import Measurement, Status, Trial
 from redline.space import Config
 from redline.tuner.confirm import Confirmation
 from redline.tuner.request.target import resolve_task
-from redline.tuner.result import make_result
 from shape_requests import shape_request
-from small_llama import small_llama
 
 H100 = find_hardware("h100-80gb")
 FIX = {
@@ -36,6 +33,7 @@ def precisions(**how):
     return task.space["precision"].values, dict(task.lossy)
 
 
+@pytest.mark.slow
 def test_lossy_values_are_allowed_by_allow_or_by_name():
     assert precisions() == (("tf32", "bf16"), {})
     assert precisions(allow="lossy") == precisions(allow=["lossy"])
@@ -45,25 +43,6 @@ def test_lossy_values_are_allowed_by_allow_or_by_name():
     assert precisions(override=asked) == (("fp32", "bf16_pure"), {"precision": ["bf16_pure"]})
     assert precisions(fix={"precision": "bf16_pure"})[1] == {"precision": ["bf16_pure"]}
     assert precisions(allow="lossy", fix={"precision": "bf16"}) == (("bf16",), {"reduce_dtype": ["bf16"]})
-
-
-def test_a_callable_has_no_default_space_to_add_to():
-    space = rl.Space()
-    space.choice("x", [1, 2])
-    with pytest.raises(rl.UsageError, match="allow=lossy would have no effect"):
-        rl.tune(lambda config: 1.0, space, allow="lossy")
-
-
-def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
-    gpu = resolve_task(TrainingRequest("gpt2-tiny"), device=device_of(H100)).device
-    monkeypatch.setattr("redline.tuner.request.target.detect", lambda: gpu)
-    _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
-    assert "left out because they are lossy: precision=bf16_pure (see --allow lossy)" in out
-    assert "hsdp" not in out
-    _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 2)
-    assert "without hsdp: the 2 devices are on one host" in out
-    _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1, "--allow", "lossy")
-    assert "left out" not in out and "bf16_pure is lossy, without fp32 master weights" in out
 
 
 def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
@@ -109,16 +88,6 @@ def test_the_best_without_lossy_values_is_measured_again_beside_lossy_leaders():
     assert [trial.number for trial in found] == [1, 2, 3, 4, 0]
 
 
-def test_mfu_says_against_which_precision(capsys):
-    trial = Trial(
-        number=0,
-        config=Config(precision="bf16"),
-        measurement=Measurement(status=Status.OK, throughput=10.0, mfu=0.06),
-    )
-    print_result(make_result([trial], ["precision"], folder=None, ended="", interrupted=False))
-    assert "6 % of bf16 peak" in capsys.readouterr().out
-
-
 def test_an_estimate_names_both():
     shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
     how = {"devices": 2, "seq_len": 1024, "global_batch": 64, "fix": {"tp": 1, "pp": 1}}
@@ -130,15 +99,3 @@ def test_an_estimate_names_both():
     assert alone.survey.best_exact is None and alone.ranked[0].lossy == ()
     document = found.to_dict()
     assert (document["best"][0]["lossy"], document["best_exact"]["lossy"]) == ("precision=fp8", "")
-
-
-def test_estimate_prints_both(capsys, tmp_path):
-    model = [small_llama(tmp_path), "--seq-len", 1024]
-    where = ["--hardware", "h100", "--devices", 2, "--global-batch", 64]
-    arguments = [*model, *where, "--fix", "tp=1", "--top", 1]
-    code, out, _ = run(capsys, "estimate", *arguments, "--allow", "lossy")
-    assert code == 0 and re.search(r"precision=fp8\w* \(lossy\)", out)
-    line = " ".join(out[out.index("without lossy values: ") :].split()).partition(" % of ")[0]
-    assert "times the best" in line and "precision=bf16 " in line
-    code, out, _ = run(capsys, "estimate", *arguments, "--fix", "precision=bf16_pure")
-    assert "without lossy values: none is predicted to fit" in out

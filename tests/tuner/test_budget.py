@@ -31,8 +31,3 @@ def test_amounts_of_memory(text, mib):
 def test_amounts_that_are_none(text):
     with pytest.raises(UsageError, match="memory limit must be"):
         parse_memory(text)
-
-
-def test_an_amount_of_memory_as_text_has_a_unit():
-    with pytest.raises(UsageError, match=r"memory limit must be an amount with a unit: 3GiB or 3MiB\?"):
-        parse_memory("3")

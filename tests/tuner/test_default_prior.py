@@ -1,21 +1,16 @@
 """Without a named model, the standard names of knobs guide the search; wrong ones mislead it only briefly."""
 
-import contextlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-import redline as rl
-from redline.base.device import Device
 from redline.estimator import Estimator, Shape, TrainingSetup, find_hardware
 from redline.results import Measurement, Status, Trial
 from redline.space import Space
-from redline.tuner.default_prior import CPU, assumed_hardware, default_prior
-from redline.tuner.request.options import Request
+from redline.tuner.default_prior import default_prior
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.posterior import SearchPosterior, SurrogatePrior
-from redline.tuner.setup import set_up
 
 H100 = find_hardware("h100-80gb")
 TOTAL = 64
@@ -80,14 +75,6 @@ def ok(throughput):
     return Measurement(status=Status.OK, throughput=throughput, unit="it/s")
 
 
-@pytest.mark.parametrize("pp", [1, 64, 512])
-@pytest.mark.parametrize("tp", [1, 512])
-def test_every_configuration_has_a_finite_answer(pp, tp):
-    found = VAGUE.table([{"micro_batch": 1, "pp": pp, "tp": tp, "zero": 0, "checkpoint_ratio": 0.0}])
-    for name in ("throughput", "peak_memory_mib", "log_throughput_effects", "log_memory_effects"):
-        assert np.isfinite(getattr(found, name)).all(), name
-
-
 def test_the_default_prior_needs_two_varying_standard_knobs():
     assert default_prior(make_space(("a", "b", "c", "d", "e")), 16, H100) is None
     one = Space()
@@ -124,55 +111,6 @@ def test_a_standard_name_with_other_values_is_no_standard_knob(name, values):
         assert throughput[: len(same) // 2] == pytest.approx(throughput[len(same) // 2 :])
 
 
-def test_knobs_that_do_not_exist_everywhere_and_derived_ones_without_a_meaning_are_taken_as_usual():
-    space = Space()
-    tp = space.choice("tp", [1, 2])
-    space.choice("pp", [1, 2])
-    space.flag("sequence_parallel", when=tp > 1)
-    space.derive("grad_accum", 3 / (2 * tp))
-    found = default_prior(space, 2, H100).table(list(space))
-    assert np.isfinite(found.throughput).all() and len(found.throughput) == len(space)
-
-
-def test_no_configuration_is_ruled_out_before_memory_is_measured():
-    surrogate_prior = SurrogatePrior(SPACE, prior=VAGUE)
-    assert SearchPosterior(surrogate_prior, []).works.min() >= 0.5
-    ran = [Trial(number=0, config=SPACE.default(), measurement=ok(3.0))]
-    assert SearchPosterior(surrogate_prior, ran).works.min() >= 0.5
-
-
-def test_one_oom_determines_the_scale_of_memory():
-    small = SPACE.config({"micro_batch": 1, "tp": 8, "pp": 2, "zero": 0, "checkpoint_ratio": 1.0})
-    middle = SPACE.config({"micro_batch": 4, "tp": 2, "pp": 1, "zero": 0, "checkpoint_ratio": 0.0})
-    surrogate_prior = SurrogatePrior(SPACE, prior=VAGUE)
-
-    def chance(config, oom):
-        trial = Trial(number=0, config=oom, measurement=Measurement(status=Status.OOM, reason="does not fit"))
-        posterior = SearchPosterior(surrogate_prior, [trial])
-        return posterior.works[posterior.candidates.find({config})[0]]
-
-    assert chance(small, middle) > 0.6  # the small one needs a fraction of the memory
-    assert chance(middle, small) < 0.35
-    assert chance(SPACE.default(), small) < 0.45
-
-
-def test_the_default_prior_predicts_no_trial():
-    result = rl.tune(lambda config: config["micro_batch"] ** 0.5, SPACE, trials=3, isolate=False)
-    assert result.trials["predicted_throughput"].isna().all()
-    assert result.trials["predicted_memory_mib"].isna().all()
-
-
-def test_a_search_of_a_callable_begins_with_it_unless_there_is_something_better():
-    def setup_of(**asked):
-        request = Request(lambda config: 1.0, SPACE, trials=3, **asked)
-        with contextlib.ExitStack() as stack:
-            return set_up(request, stack, lambda message: None)
-
-    assert setup_of().sampler.surrogate_prior.shape_prior is not None
-    assert setup_of(prior=lambda config: 1.0).sampler.surrogate_prior.shape_prior is None
-    assert setup_of().initial.config == SPACE.default()
-
-
 def test_tuning_a_callable_imports_no_torch():
     code = (
         "import sys, redline\n"
@@ -184,14 +122,6 @@ def test_tuning_a_callable_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_a_model_of_another_size_is_found_sooner():
-    world = cluster()
-    best = max(each.throughput for each in world.values() if each.ok)
-    with_it = share(search(world.__getitem__, VAGUE, 5), best)
-    without = np.mean([share(search(world.__getitem__, None, 5, seed), best) for seed in range(4)])
-    assert with_it > 0.95 and with_it > without + 0.05
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -229,13 +159,3 @@ def test_the_default_prior_is_dropped_when_trials_contradict_it():
 
     assert weight(1.0) > 0.9
     assert weight(-1.0) < 0.1
-
-
-def test_hardware_is_that_at_hand_unless_trials_need_more_devices():
-    here = Device(type="cpu", name="a CPU", count=1, memory_mib=8000)
-    assert assumed_hardware(here, SPACE, 1).kind == "cuda"
-    assert assumed_hardware(here, SPACE, 8) is CPU
-    card = Device(type="cuda", name="NVIDIA L4", count=1, memory_mib=22_528)
-    assert assumed_hardware(card, SPACE, 1).name == "l4"
-    unknown = Device(type="cuda", name="Somebody's GPU", count=1, memory_mib=1000)
-    assert assumed_hardware(unknown, SPACE, 1).kind == "cuda"

@@ -1,6 +1,5 @@
 """The host agent and Ray start while a search is prepared, and end with the search however it ends."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,12 +9,10 @@ import psutil
 import pytest
 import redline as rl
 from predicted_runner import predicted
+from processes import left_of
 from redline.estimator import measuring
-from redline.models.request import TrainingRequest
 from redline.runners.host.client import HostAgent
 from redline.tuner import runner_start
-from redline.tuner.request.target import resolve_task
-from torch import nn
 
 
 @pytest.fixture
@@ -92,27 +89,6 @@ def test_runs_without_local_trials_start_no_agent(started, tmp_path):
     assert started == []
 
 
-def test_a_workload_file_is_read_before_its_agent_starts(started, tmp_path, monkeypatch):
-    monkeypatch.delenv("LIBRARIES_LOOK_AT", raising=False)
-    file = tmp_path / "train.py"
-    file.write_text("import os\nos.environ['LIBRARIES_LOOK_AT'] = 'this'\nworkload = None\n")
-    with pytest.raises(rl.UsageError, match=r"must be a redline\.Workload"):
-        rl.tune(f"{file}:workload", runner="local")
-    assert started == [] and os.environ["LIBRARIES_LOOK_AT"] == "this"
-
-
-@pytest.mark.parametrize(
-    ("options", "compiles"),
-    [({}, True), ({"fix": {"fusion": False}}, False), ({"override": {"fusion": [False]}}, False)],
-)
-def test_the_compiler_is_imported_if_a_candidate_may_compile(options, compiles):
-    task = resolve_task(TrainingRequest("gpt2-tiny", devices=1, **options))
-    if "fusion" not in task.space.by_name:
-        pytest.skip("nothing compiles on this machine")
-    assert runner_start.may_compile(task.workload, task.space) is compiles
-    assert runner_start.may_compile(made_by(lambda: nn.Linear(2, 2)), task.space)
-
-
 @pytest.mark.parametrize(
     ("runner", "module"), [("local", "redline.runners.host.agent"), ("ray", "redline.runners.place.ray_driver")]
 )
@@ -128,7 +104,7 @@ def test_an_interrupt_while_it_starts_leaves_no_process(tmp_path, runner, module
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130 and "redline: interrupted" in errors
-    assert psutil.wait_procs(agents, timeout=0)[1] == []
+    assert left_of(agents) == []
     assert not (tmp_path / "run").exists()
 
 

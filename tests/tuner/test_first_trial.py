@@ -1,9 +1,7 @@
 """Trial 0 is a conventional configuration that is predicted to fit; its reason is stated."""
 
 import csv
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import redline as rl
 import yaml
@@ -108,37 +106,12 @@ def test_the_ladder_has_its_order_and_is_never_lossy():
     assert second[0]["micro_batch"] == 8, "each rung begins with the Trainer's micro-batch"
 
 
-def test_fixed_knobs_stay_fixed():
-    space, estimate = make_space(), estimator()
-    space.fix("precision", "fp32")
-    space.fix("zero", 1)
-    found = first_trial(space, estimate, HEADROOM)
-    assert (found.config["precision"], found.config.get("zero", 1)) == ("fp32", 1)
-    assert found.config != space.default() and found.note
-
-
 def test_the_smallest_is_taken_with_a_note_if_none_is_predicted_to_fit():
     space, estimate = make_space(devices=1, total=16), estimator(devices=1, total=16, limit=8192.0)
     found = first_trial(space, estimate, HEADROOM)
     walked = [config for rung in ladder(space) for config in rung]
     assert needs(estimate, [found.config])[0] == min(needs(estimate, walked))
     assert "it is not predicted to fit either" in found.note and "of 8 GiB" in found.note
-
-
-def test_at_the_smallest_micro_batch_the_fallback_is_the_next_rung_that_needs_less():
-    space = make_space()
-    space.override("micro_batch", [1])
-    estimate = estimator()
-    found = first_trial(space, estimate, HEADROOM)
-    assert found.fallback != found.config
-    assert needs(estimate, [found.fallback])[0] < needs(estimate, [found.config])[0]
-
-
-@pytest.mark.parametrize("prior", [None, lambda config: 1.0, SimpleNamespace(table=lambda configs: np.ones(3))])
-def test_without_an_estimate_trial_0_is_the_default(prior):
-    space = make_space()
-    found = first_trial(space, prior, HEADROOM)
-    assert (found.config, found.note) == (space.default(), "")
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +140,7 @@ def test_a_search_begins_with_it_and_has_a_gain_to_report(finished, capsys):
     assert note in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_search_keeps_its_trial_0(finished, monkeypatch):
     _, out, how = finished
     # The estimate of a measured machine may have changed since.

@@ -53,17 +53,6 @@ def test_after_any_changes_it_is_what_a_first_look_says():
     assert history.tried > 50
 
 
-def test_a_refined_configuration_and_what_was_skipped_are_no_trials_of_the_space():
-    skipped = Measurement(status=Status.SKIPPED, reason="too much")
-    trials = [
-        Trial(number=0, config=Config(n=0)),
-        Trial(number=1, config=Config(n=1), measurement=skipped),
-        Trial(number=2, config=Config(n=2), sampler=REFINEMENT),
-    ]
-    assert seen(trials).tried == 1
-    assert [trial.number for trial in seen(trials).comparable] == [0, 1]
-
-
 def test_the_reference_is_the_first_trial_that_ran_in_the_finest_format():
     def ran(number, roundoff, status=Status.OK):
         measured = Measurement(status=status, throughput=1.0, probe=probe(roundoff))

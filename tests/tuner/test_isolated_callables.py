@@ -180,8 +180,3 @@ def test_unsupported_options_of_isolation_are_refused(options, message, tmp_path
     with pytest.raises(rl.UsageError, match=message):
         rl.tune(lambda config: 1.0, ways("a"), out=tmp_path / "run", **{"isolate": False, **options})
     assert not (tmp_path / "run").exists()
-
-
-def test_a_workload_is_always_isolated():
-    with pytest.raises(rl.UsageError, match="isolate=False is for a callable"):
-        rl.tune("gpt2-tiny", isolate=False)

@@ -77,13 +77,6 @@ def test_a_runner_lost_while_leaders_are_measured_again_leaves_the_best_so_far(l
     assert best["best"]["configuration"]["x"] == 5
 
 
-def test_a_runner_lost_before_anything_was_found_leaves_an_account_of_that(lost, tmp_path):
-    _, _, messages = lost(0)
-    assert messages == "the host agent was lost during a trial"
-    best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
-    assert best["best"] is None
-
-
 def test_concurrent_results_are_kept_when_a_trial_is_lost(lost, tmp_path, monkeypatch):
     import threading
 

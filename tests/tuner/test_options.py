@@ -110,23 +110,6 @@ def test_the_api_refuses_the_values_that_python_refuses(name):
         SearchForm(target="gpt2-tiny", **{name: 2 * option.type(most)})
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"time": "soon"}, "time must be a duration"),
-        ({"trial_timeout": "soon"}, "trial timeout must be a duration"),
-        ({"measure_time": -1}, "greater than 0"),
-        ({"memory_limit": "big"}, "memory limit must be an amount"),
-        ({"sampler": "bay"}, "did you mean 'bayes'"),
-        ({"out": "somewhere"}, "Extra inputs are not permitted"),
-        ({"hardware": "/etc/passwd"}, "unknown hardware"),
-    ],
-)
-def test_the_api_checks_texts_as_python_does(given, words):
-    with pytest.raises(pydantic.ValidationError, match=words):
-        SearchForm(target="gpt2-tiny", **given)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A section with new options."""

@@ -44,13 +44,6 @@ def test_a_search_for_many_devices_has_the_estimate_of_each_trial(finished):
         assert row["throughput"] != row["predicted_throughput"]
 
 
-def test_the_same_seed_finds_the_same(finished, tmp_path):
-    first, _ = finished
-    again = rl.tune("gpt2-tiny", **ASKED)
-    assert again.best.config == first.best.config
-    assert again.best.throughput == pytest.approx(first.best.throughput)
-
-
 class Reads(nn.Module):
     """Reads values, which a trace does not have."""
 

@@ -3,11 +3,8 @@
 import csv
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -137,95 +134,6 @@ def test_a_server_that_breaks_its_bound_is_wrong_and_nothing_of_it_is_left(check
     assert row["status"] == "wrong" and "but `p99_ms < 0.1` is required; requests_per_second = " in row["reason"]
     left = [each for each in psutil.process_iter() if each.pid not in before and "serve.py" in " ".join(_words(each))]
     assert left_of(left) == []
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_start_is_the_trials_crash(checkout):
-    serving(command=serving()["command"] + " --new-tokens 0")
-    done, rows = tune(*SERVER, "--set", "max_batch=1", "--trials", 1)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert rows[0]["status"] == "crash" and "code 1: error: the server ended with code 1" in rows[0]["reason"]
-    assert "ValueError" in Path("run/logs/0.log").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_the_load_always_ends_its_server(checkout, ending):
-    port = str(find_port())
-    server = [sys.executable, "examples/commands/serve.py", "--port", port]
-    load = [sys.executable, "examples/commands/load.py", "--port", port, "--seconds", "300", "--", *server]
-    started = subprocess.Popen(load)
-    end = time.monotonic() + 120
-    while not _answers(int(port)) and time.monotonic() < end and started.poll() is None:
-        time.sleep(0.2)
-    children = psutil.Process(started.pid).children()
-    assert len(children) == 1
-    started.send_signal(ending)
-    assert started.wait(20) != 0 and left_of(children) == []
-
-
-def find_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def _answers(port):
-    with socket.socket() as asked:
-        return asked.connect_ex(("127.0.0.1", port)) == 0
-
-
-PLANTED = """
-import os, sys, threading, time
-
-def plant():
-    while not hasattr(sys.modules.get("torch"), "optim"):
-        time.sleep(0.05)
-    torch, calls = sys.modules["torch"], []
-    backward = torch.Tensor.backward
-
-    def failing(self, *arguments, **more):
-        calls.append(1)
-        if len(calls) == 4:
-            print("\\nat", time.time(), flush=True)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 1 has 79.10 GiB")
-        return backward(self, *arguments, **more)
-
-    torch.Tensor.backward = failing
-
-if os.environ.get("RANK", os.environ.get("LOCAL_RANK")) == "1":
-    threading.Thread(target=plant, daemon=True).start()
-"""
-"""A `sitecustomize` for unmodified trainings: rank 1 runs out of memory in its fourth backward pass while the others wait."""
-ON_TWO = {
-    "torchrun with the Trainer": RUNS["torchrun with the Trainer"],
-    "DeepSpeed": RUNS["DeepSpeed"],
-    "Lightning": (
-        "--devices", 2, "--set", "micro_batch=8",
-        "--command", "python examples/commands/fit.py --batch {micro_batch} --folder {trial_dir} --devices 2 --strategy ddp",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(ON_TWO))
-def test_one_rank_of_two_that_runs_out_of_memory_ends_both_within_seconds(checkout, monkeypatch, name):
-    if name == "DeepSpeed":
-        pytest.importorskip("deepspeed")
-    Path("planted").mkdir()
-    Path("planted/sitecustomize.py").write_text(PLANTED)
-    monkeypatch.setenv("PYTHONPATH", f"{checkout / 'planted'}:{os.environ.get('PYTHONPATH', '')}")
-    before = {each.pid for each in psutil.process_iter()}
-    done, rows = tune(*ON_TWO[name], "--trials", 1, "--trial-timeout", "3m")
-    log = Path("run/logs/0.log")  # closed after all ended
-    assert done.returncode == 3, done.stdout + done.stderr + log.read_text()[-3000:]
-    (row,) = rows
-    assert row["status"] == "oom" and "Tried to allocate 3.00 GiB" in row["reason"], row
-    assert log.stat().st_mtime - float(log.read_text().rpartition("\nat ")[2].split()[0]) < 5
-    assert (
-        left_of([each for each in psutil.process_iter() if each.pid not in before and "examples" in str(_words(each))])
-        == []
-    )
 
 
 def _words(process):

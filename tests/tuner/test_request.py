@@ -4,12 +4,12 @@ import re
 
 import pytest
 import redline as rl
-from redline.base.errors import SpaceError, StudyError, WorkloadError
+from redline.base.errors import SpaceError, StudyError
 from redline.cli.main import main, redline
 from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
 from redline.runners.registry import RUNNERS
-from redline.tuner.request.options import SEARCH_RUNNERS, in_python
+from redline.tuner.request.options import SEARCH_RUNNERS
 from redline.tuner.samplers import sampler_names
 from redline.tuner.trackers import TRACKERS
 
@@ -53,11 +53,6 @@ def test_every_knob_of_a_default_space_is_known_beforehand():
     assert {knob.name for knob in space.knobs} <= {*STANDARD, *BLOCK_KNOBS}
 
 
-def test_a_value_beside_a_quoted_option_becomes_that_of_the_argument():
-    assert in_python("`--runner local` works without Ray") == "`runner='local'` works without Ray"
-    assert in_python("`pip install ray`, or --runner, or --other") == "`pip install ray`, or runner, or --other"
-
-
 def test_errors_of_the_function_name_its_arguments_and_those_of_the_command_its_options(tmp_path, capsys):
     with pytest.raises(TypeError, match=r"tune\(\) got an unknown argument 'trails'; did you mean 'trials'\?"):
         rl.tune("gpt2", trails=3)
@@ -73,11 +68,3 @@ def _one_knob():
     space = rl.Space()
     space.choice("a", [1])
     return space
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"), [("mixtral", "mixtral-8x7b"), ("qwen3", "qwen3-0.6b"), ("lama2-7b", "llama2-7b")]
-)
-def test_the_name_of_a_family_means_a_model_of_full_size(given, meant):
-    with pytest.raises(WorkloadError, match=f"unknown model '{given}'; did you mean '{meant}'"):
-        rl.tune(given)

@@ -1,16 +1,13 @@
 """Encoding of configurations, distances, candidates, and the data given to models."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from redline.results import Measurement, Status, Trial
+from redline.results import Trial
 from redline.space import Config, Space
 from redline.testing.samplers import (
     conditional_space,
     finished,
-    ok,
     plausible,
     small_space,
     vast_space,
@@ -18,7 +15,7 @@ from redline.testing.samplers import (
 )
 from redline.tuner.samplers.candidates import remaining
 from redline.tuner.samplers.encoding import ABSENT, Encoding
-from redline.tuner.samplers.model_based import spread, subsample
+from redline.tuner.samplers.model_based import subsample
 from redline.tuner.samplers.observations import observe
 
 SPACES = [small_space(), wide_space(), conditional_space()]
@@ -88,25 +85,6 @@ class TestCandidates:
         chosen = candidates.closest(code, rng)
         assert distance[chosen] == pytest.approx(min(distance.values()))
 
-    def test_the_first_trials_spread(self):
-        """They are farther apart than random configurations."""
-        space = wide_space()
-        encoding = Encoding(space)
-
-        def apart(pick) -> float:
-            gaps = []
-            for seed in range(10):
-                rng, trials = np.random.default_rng(seed), []
-                while len(trials) < 6:
-                    candidates = remaining(encoding, trials, rng, sample=1)
-                    index = pick(candidates, observe(encoding, trials), rng)
-                    trials += finished([candidates.config(index)], lambda config: ok(1.0), first=len(trials))
-                codes = observe(encoding, trials).codes
-                gaps += [np.sort(encoding.distances(codes, code))[1] for code in codes]
-            return float(np.mean(gaps))
-
-        assert apart(spread) > 1.3 * apart(lambda candidates, seen, rng: int(rng.integers(len(candidates))))
-
     def test_in_a_vast_space_the_asked_point_is_taken_or_one_beside_it(self):
         space = vast_space()
         encoding = Encoding(space)
@@ -142,26 +120,6 @@ class TestObservations:
             for i, (config, measurement) in enumerate(zip(space.sample(len(measurements), 0), measurements))
         ]
         return observe(Encoding(space), trials)
-
-    @pytest.mark.parametrize("throughput", [None, math.nan, math.inf, -math.inf])
-    def test_ok_without_a_number_is_a_failure(self, throughput):
-        seen = self.observe(ok(throughput), ok(2.0))
-        assert seen.failed.tolist() == [True, False]
-        assert seen.objective[1] == pytest.approx(math.log(2))
-
-    def test_memory_grades_successes_and_failures(self):
-        def oom(peak):
-            return Measurement(status=Status.OOM, peak_memory_mib=peak, memory_limit_mib=100.0)
-
-        measurements = [ok(1.0, peak_memory_mib=peak, memory_limit_mib=100.0) for peak in (1.0, 25.0, 50.0, 99.9)] + [
-            oom(95.0),
-            oom(200.0),
-            oom(4000.0),
-            oom(None),
-            ok(1.0),
-        ]
-        violation = self.observe(*measurements).violation
-        assert violation.tolist() == pytest.approx([-3, -2, -1, -0.05, 0.25, 1, 3, 1, -1])
 
 
 def test_a_configuration_with_other_derived_values_has_no_row():

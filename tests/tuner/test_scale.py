@@ -3,14 +3,11 @@
 import contextlib
 import csv
 import json
-import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 from math import prod
 
 import pytest
 import redline as rl
-from command_line import run
 from predicted_runner import predicted
 from redline.results.scaling import COLUMNS, ScalePoint, Scaling
 from redline.tuner.listener import SearchListener
@@ -40,27 +37,6 @@ def test_each_count_is_tuned_and_more_are_predicted(scaled):
     for each in scaling.points:
         assert each.predicted_low < each.predicted_throughput < each.predicted_high
         assert prod(each.config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp")) == each.devices
-
-
-def test_the_predicted_interval_widens_with_the_distance(scaled, tmp_path):
-    out = shutil.copytree(scaled[1], tmp_path / "scale")
-    options = {**PREDICTED, **NARROW, "resume": True}
-    found = rl.scale("gpt2-tiny", [1, 2, 4], global_batch=64, predict_to=1024, out=out, **options)
-    last = [each for each in found.points if each.devices >= 8]
-    wide = [each.predicted_high / each.predicted_low for each in last]
-    assert last[-1].devices == 1024 and wide == sorted(wide) and wide[-1] > 1.2 * wide[0]
-
-
-def test_speed_up_and_efficiency_are_against_the_fewest_devices(scaled):
-    scaling, _ = scaled
-    one, *_, four = scaling.measured
-    assert scaling.speed_up(one) == scaling.efficiency(one) == 1
-    assert scaling.speed_up(four) == four.throughput / one.throughput
-    assert scaling.efficiency(four) == pytest.approx(four.throughput / one.throughput / 4)
-    last = scaling.points[-1]
-    assert scaling.speed_up(last) is None and scaling.efficiency(last) is None
-    expected = last.predicted_throughput / scaling.points[0].predicted_throughput / 16
-    assert scaling.predicted_efficiency(last) == pytest.approx(expected)
 
 
 def test_predictions_are_corrected_by_what_was_measured():
@@ -94,6 +70,7 @@ def test_the_table_and_the_plot_hold_every_count(scaled):
     json.dumps(scaling.to_dict(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_the_global_batch_stays_unless_it_is_to_grow(tmp_path):
     small = {**PREDICTED, **NARROW, "trials": 1, "predict_to": 4}
     weak = rl.scale("gpt2-tiny", "1,2", global_batch=8, weak=True, **small)
@@ -102,6 +79,7 @@ def test_the_global_batch_stays_unless_it_is_to_grow(tmp_path):
     assert len({each.global_batch for each in usual.points}) == 1
 
 
+@pytest.mark.slow
 def test_a_device_count_at_which_nothing_fits_is_reported():
     # Weights, gradients and optimizer state of 124 million parameters take 1.9 GiB.
     asked = predicted("gpt2", "h100-80gb", seq_len=128, trials=1, memory_limit="1500MiB", global_batch=16)
@@ -168,29 +146,6 @@ def test_impossible_scalings_are_refused_at_once(options, words, tmp_path):
 def test_a_callable_knows_nothing_of_devices():
     with pytest.raises(rl.UsageError, match="a callable does not depend on devices"):
         rl.scale(lambda config: 1.0, "1,2")
-
-
-@pytest.mark.slow
-def test_the_command_line_shows_a_line_a_count(capsys, tmp_path):
-    common = ["--runner", "local", "--trials", 1, "--seq-len", 16, "--measure-time", "50ms", "--fix", "fusion=false"]
-    code, out, _ = run(
-        capsys, "scale", "gpt2-tiny", "--devices", "1,2", "--global-batch", 8, "--weak", "--predict-to", 4, *common,
-        "--out", tmp_path / "s",
-    )  # fmt: skip
-    assert code == 0
-    lines = [
-        line.split() for line in out.splitlines() if line.strip()[:1] in "124" and re.search(r"\dk?-\d[\d,.]*k?$", line)
-    ]
-    assert [line[:2] for line in lines] == [["1", "8"], ["2", "16"], ["4", "32"]]
-    assert "1.00x" in lines[0] and "2 devices" in out and "scale.svg" in out
-    code, out, err = run(
-        capsys, "scale", "gpt2-tiny", "--devices", "1", "--json", "--predict-to", 1, *common, "--out", tmp_path / "j"
-    )
-    assert code == 0 and [each["devices"] for each in json.loads(out)["points"]] == [1]
-    code, out, err = run(capsys, "scale", "gpt2-tiny", "--resume", "--devices", "1", *common)
-    assert code == 2 and "--resume needs --out, the folder to continue" in err
-    code, out, err = run(capsys, "scale", "gpt2-tiny", "--devices", "some", *common)
-    assert code == 2 and "devices must be numbers such as 1,2,4 or pow2:64, but got 'some'" in err
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from redline.runners import Runner
 from redline.space import Config, Space
 from redline.tuner.budget import Budget, Stopwatch
 from redline.tuner.samplers import make_sampler
-from redline.tuner.search import CONFIRM_SHARE, Refinement, Search
+from redline.tuner.search import Refinement, Search
 
 
 class Clock:
@@ -93,11 +93,6 @@ def test_time_is_left_for_measuring_the_leaders_again(tmp_path):
     assert made.ended == "the rest of the 300 s is not enough for another trial"
 
 
-def test_a_share_of_the_time_is_kept_for_it_at_most(tmp_path):
-    made = Searched(tmp_path, 90.0, lambda count: 10.0)
-    assert made.tried == round(9 * (1 - CONFIRM_SHARE))
-
-
 def test_without_time_left_first_measurements_count_with_a_note(tmp_path):
     made = Searched(tmp_path, 60.0, lambda count: [10.0, 10.0, 10.0, 25.0][min(count, 3)])
     assert made.last_begun < 60.0
@@ -118,13 +113,6 @@ def test_the_first_trial_runs_in_any_time(tmp_path):
     assert summary.best(made.trials).number == 0
 
 
-def test_time_before_the_search_counts(tmp_path):
-    long = Searched(tmp_path / "long", 300.0, lambda count: 10.0)
-    short = Searched(tmp_path / "short", 300.0, lambda count: 10.0, before=100.0)
-    assert long.tried == short.tried + 10
-    assert short.taken <= 300.0
-
-
 def test_a_refinement_is_tried_only_where_the_leaders_can_be_measured_after_it(tmp_path):
     refinement = Refinement(config=Config(x=5000), summary="more")
     plenty = Searched(tmp_path / "plenty", 1000.0, lambda count: 10.0, refinement=refinement, trials=5)
@@ -132,9 +120,3 @@ def test_a_refinement_is_tried_only_where_the_leaders_can_be_measured_after_it(t
     assert "more" in plenty.listener.messages
     assert "more" not in none.listener.messages
     assert none.taken <= 1000.0
-
-
-def test_without_a_limit_nothing_is_kept_back(tmp_path):
-    made = Searched(tmp_path, None, lambda count: 1e6, trials=3)
-    assert made.tried == 3
-    assert made.again >= 6

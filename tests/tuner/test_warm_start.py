@@ -10,7 +10,6 @@ from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
 from redline.tuner.history import EarlierRun
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.judge import Judge
 from redline.tuner.warm_start import ELSEWHERE, WarmStart, take
 
 HERE = {
@@ -82,15 +81,6 @@ def test_knobs_that_paid_before_are_expected_to_pay():
     assert rank_correlation(expected, [speed(config) for config in space]) > 0.9
 
 
-def test_without_an_estimate_no_throughput_is_stated_since_only_ratios_mean_anything():
-    space = make_space()
-    sampler = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space)))
-    assert Judge(sampler.surrogate_prior).prediction(space.default()) == (None, None)
-    based = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space), base=lambda config: 7.0))
-    assert Judge(based.surrogate_prior).prediction(space.default())[0] == pytest.approx(7.0 * warm_start(
-        space, earlier(space), base=lambda config: 1.0)(space.default()).throughput)  # fmt: skip
-
-
 def estimate(config):  # ignores attention
     return 100.0 * config["micro_batch"] ** 0.5 * (1 - 0.5 * config["checkpoint_ratio"])
 
@@ -152,13 +142,6 @@ def test_the_error_of_a_run_of_another_task_is_what_its_correlation_leaves_open(
     table = warm_start(space, earlier(space), H100).table(list(space))
     expected = np.log(table.throughput) * np.sqrt(1 - ELSEWHERE**2) / ELSEWHERE
     assert table.log_throughput_effects[:, -1] == pytest.approx(expected)
-
-
-def test_what_a_program_trains_is_not_known():
-    space = make_space()
-    one, two = ({**HERE, "model": name, "workload": {"callable": name}} for name in ("fn", "gn"))
-    run = EarlierRun(name="runs/a", trials=earlier(space), asked=one)
-    assert take(run, space, one).weight == 1 and take(run, space, two).weight == ELSEWHERE
 
 
 def found_after(prior, trials, seed, space, truth):

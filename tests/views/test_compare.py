@@ -104,17 +104,6 @@ def test_another_model_is_noted_in_words(make, asked):
     assert "b trained bert-tiny, " in note and "a gpt2-tiny" in note and "not due to the configuration" in note
 
 
-def test_a_conditional_knob_that_no_trial_of_one_run_had_does_not_make_it_another_space(make):
-    made = compare([make("a"), make("b", knobs={"zero": 1})])
-    assert dict(made.knobs)["zero"] == ("-", "1")
-
-
-def test_a_run_without_a_winner_is_shown(make, oom):
-    made = compare([make("a"), make("b", winner=oom(900.0))])
-    assert made.differences[0].ratio == pytest.approx(0.5)  # its default configuration still ran
-    assert dict(made.numbers)["winner is trial"] == ("1", "0")
-
-
 def test_other_spaces_and_units_are_refused(make, asked):
     fewer = [each for each in asked["space"]["knobs"] if each["name"] != "zero"]
     with pytest.raises(UsageError, match="do not have the same space: only '.*b' has zero"):

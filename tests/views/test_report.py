@@ -12,7 +12,7 @@ from redline.base.errors import StudyError
 from redline.base.reading import Outside, open_inside, read_inside, tail_inside
 from redline.results import Measurement, Status, Trial
 from redline.views.report import RunFiles, document, page, write_report
-from redline.views.report.analysis import failures, frontier, lanes, predictions
+from redline.views.report.analysis import failures, frontier, predictions
 from redline.views.report.effects import effects
 
 
@@ -103,14 +103,6 @@ def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(
     assert found["reproduce"] == "redline tune gpt2-tiny"
 
 
-def test_a_search_that_ended_without_a_winner_is_not_called_finished(tmp_path, open_run, point, oom):
-    with open_run(tmp_path / "run") as folder:
-        folder.start(point(0), sampler="default")
-        folder.finish(0, oom(2048.0))
-        folder.write_best(["redline"])
-    assert RunFiles.read(tmp_path / "run").state == "nothing"
-
-
 def test_the_report_needs_only_the_table_and_its_sidecars(run):
     with_ledger = document(RunFiles.read(run))
     (run / "study.log").unlink()
@@ -135,19 +127,6 @@ def test_the_lines_shown_are_of_the_rank_that_failed_first(tmp_path):
     assert one["log"] == "[rank 1] loading\n[rank 1] KeyError: 'x'"
     (other,) = failures([trial(0, Status.CRASH, reason="rank 3: SIGKILL", **fields)], tmp_path)
     assert other["log"] == "\n".join(["[rank 0] Connection closed by peer"] * 12)
-
-
-def test_reasons_that_differ_in_numbers_only_are_one_group(tmp_path):
-    many = [
-        trial(0, Status.OOM, reason="tried to allocate 12.5 MiB at 0x7f00"),
-        trial(1, Status.OOM, reason="tried to allocate 900 MiB at 0x1234"),
-        trial(2, Status.SKIPPED, reason="needs 5 MiB"), trial(3, Status.SKIPPED, reason="needs 6 MiB"),
-        trial(4, Status.SKIPPED, reason="needs 7 MiB"),
-    ]  # fmt: skip
-    groups = failures(many, None)
-    assert [(each["status"], each["trials"], each["alike"]) for each in groups] == [
-        ("oom", [0, 1], True), ("skipped", [2, 3, 4], True),
-    ]  # fmt: skip
 
 
 def test_the_frontier_holds_what_nothing_cheaper_beats():
@@ -182,23 +161,6 @@ def test_effects_separate_confounded_knobs():
     assert (by_label["2"]["median"], by_label["2"]["counts"]) == (200.0, {"ok": 16})
     on, off = (next(v["effect"] for v in second["values"] if v["label"] == label) for label in ("true", "false"))
     assert on / off == pytest.approx(1.0, abs=0.1)
-
-
-def test_trials_are_laid_on_devices_that_were_free():
-    def at(number, started, seconds, devices):
-        return trial(number, throughput=1.0, started=started, seconds_total=seconds, devices=devices)
-
-    found = lanes(
-        [
-            at(0, 100.0, 10.0, 2),
-            at(1, 100.0, 5.0, 2),
-            at(2, 105.0, 5.0, 1),
-            at(3, 110.0, 1.0, 4),
-            trial(4, Status.SKIPPED),
-        ]
-    )
-    assert found["lanes"] == 4 and found["origin"] == 100.0
-    assert found["items"] == [[0, 0, 2, 0.0, 10.0], [1, 2, 2, 0.0, 5.0], [2, 2, 1, 5.0, 10.0], [3, 0, 4, 10.0, 11.0]]
 
 
 # -- any table ---------------------------------------------------------------------------------------------
@@ -243,13 +205,6 @@ def test_damage_is_reported_and_the_rest_shown(run):
     source = RunFiles.read(run)
     assert [each.number for each in source.trials] == [0, 1, 2]
     assert any("run.yaml is damaged" in each for each in source.problems)
-
-
-def test_no_run_is_an_error_that_says_where_one_is(tmp_path, run):
-    with pytest.raises(StudyError, match="does not exist"):
-        write_report(tmp_path / "nothing")
-    with pytest.raises(StudyError, match="there is one in '.*run'"):
-        write_report(tmp_path)
 
 
 def test_a_run_is_running_as_long_as_its_lock_is_held(tmp_path, open_run, point, ok):

@@ -48,32 +48,11 @@ def test_plain_output_names_the_winner_and_sorts_by_throughput(run):
     assert lines[11] == "the same in all: checkpoint_ratio=0, attention=sdpa, fusion=false, grad_accum=8"
 
 
-def test_a_view_of_the_folder_shows_the_same(run):
-    assert shown(View(run.path)).replace("\nrunning\n", "\n", 1) == shown(run)
-
-
 def test_top_limits_the_rows_and_says_so(run):
     text = shown(run, top=1)
     assert "3 more; all are in " in text
     assert "default  " not in text
     assert "more; all" not in shown(run, top=None)
-
-
-def test_re_measurements_are_shown(run):
-    run.remeasure(0, [90.0])
-    run.remeasure(1, [200.0, 180.0, 190.0])
-    text = shown(run)
-    assert "best: trial 1, 190 tokens/s ± 7.5 %; the default configuration (trial 0): 90 tokens/s; gain 2.11x" in text
-    assert "median of 3 re-measurements; the first time 300 tokens/s" in text
-    assert "measured again: 200, 180, 190; the first time 300" in text
-    assert "trials 1, 0 were measured again: they are listed first, by the median" in text
-    assert "listed first" not in shown(run, selection=listing.Selection(statuses=("oom",)))
-
-
-def test_metrics_of_the_first_measurement_are_shown_beside_it(run):
-    run.finish(3, Measurement(status=Status.OK, throughput=400.0, unit="tokens/s", reason="p99_ms = 120"))
-    run.remeasure(3, [390.0])
-    assert "the re-measurement; the first time 400 tokens/s (p99_ms = 120)" in shown(run)
 
 
 def test_hostile_reasons_are_printed_as_they_are_on_one_line(run):

@@ -11,7 +11,6 @@ from redline.models.layouts.adapters import merged, write_peft
 from redline.models.layouts.find import find_weights
 from redline.models.layouts.hugging_face import plain
 from redline.models.layouts.save import write_hugging_face
-from safetensors.torch import load_file, save_file
 
 peft = pytest.importorskip("peft")
 
@@ -135,17 +134,3 @@ def test_a_plain_model_takes_no_adapters_and_a_plain_folder_no_adapted_weights(t
         write_hugging_face(weights_of(model), made, tmp_path / "out")
     with pytest.raises(WorkloadError, match="this llama has no adapters to write; --to hf writes its weights"):
         write_peft(weights_of(filled(plain(made))), plain(made), tmp_path / "out")
-
-
-def test_adapters_whose_base_is_not_here_say_which(tmp_path):
-    made, _ = folders("llama", "r=4", tmp_path)
-    path = tmp_path / "adapters" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "some/model"}))
-    with pytest.raises(WorkloadError, match="only adapters, of the model 'some/model', which is not on this machine"):
-        find_weights(tmp_path / "adapters", made)
-    save_file(
-        load_file(tmp_path / "adapters" / "adapter_model.safetensors"), tmp_path / "adapters" / "other.safetensors"
-    )
-    (tmp_path / "adapters" / "adapter_model.safetensors").unlink()
-    with pytest.raises(WorkloadError, match=r"adapter_model\.safetensors' cannot be read.*No such file"):
-        find_weights(tmp_path / "base", made, tmp_path / "adapters")

@@ -83,15 +83,6 @@ def test_a_checkpoint_of_the_body_alone_has_no_head_and_one_of_a_tied_model_need
         hugging_face(untied, MADE["llama"])
 
 
-def test_a_tied_weight_is_found_by_whichever_name_it_is_stored(tmp_path):
-    made = MADE["llama, tied"]
-    model = filled(made)
-    tensors = {name: each.clone() for name, each in model.state_dict().items()}
-    del tensors["model.embed_tokens.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert differing(hugging_face(tmp_path, made), model) == []
-
-
 def test_names_of_old_checkpoints_are_followed(tmp_path):
     made = MADE["bert"]
     model = filled(made)

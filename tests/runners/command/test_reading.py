@@ -20,10 +20,6 @@ NANOTRON = (
     "10/02/2024 12:00:00 [INFO|DP=0|PP=1|TP=0]: iteration: 5 / 20 | elapsed_time_per_iteration_ms: 1.21K | "
     "tokens_per_sec: 866K | tokens_per_sec_per_gpu: 13.5K | global_batch_size: 1.05M | lm_loss: 10.9 | lr: 0.0003"
 )
-COLOURED = (
-    "[titan] 2025-02-01 12:00:00,123 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  7.1234  \x1b[33mmemory: 46.22GiB(48.55%)  "
-    "\x1b[34mtps: 7,230  \x1b[36mtflops: 418.70  \x1b[35mmfu: 42.34%\x1b[39m"
-)
 
 
 def bar(name, unit="it", step=3, total=10):
@@ -65,12 +61,6 @@ def test_what_usually_contains_steps_and_losses_is_read(line, expected):
 def test_a_bar_that_may_count_anything_else_than_steps_is_not_read(name):
     assert "step" not in lines_for(()).read(bar(name)), name
     assert "step" not in lines_for(()).read(bar("Epoch 1/5", "img"))
-
-
-def test_colours_are_no_part_of_a_line():
-    lines = lines_for(())
-    (line,) = lines.feed(f"{COLOURED}\n".encode())
-    assert "tps: 7,230" in line and lines.read(line) == pytest.approx({"loss": 7.1234})
 
 
 def test_the_first_metric_that_is_asked_for_is_the_objective():
@@ -260,11 +250,6 @@ def test_a_metric_is_built_from_a_line_that_is_not_read_and_reads_it(line, metri
 def test_no_metric_is_built_from_lines_about_other_work():
     lines = ["loading 3 files at 12 it/s", "Scanning: 64 images/s", "Evaluation took 12 ms", "done in 3 s"]
     assert suggestion(lines) is None
-
-
-def test_the_metric_that_reads_most_lines_is_built():
-    lines = ["warm-up 3.5 it/s", *(f"step {step}: {10 + step}.5 samples/s" for step in range(5))]
-    assert suggestion(lines).matches == 5
 
 
 def test_a_report_is_written_where_the_search_listens_and_by_the_first_rank_alone(tmp_path, monkeypatch):

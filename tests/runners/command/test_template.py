@@ -85,13 +85,6 @@ def _only(space, *names):
     return made
 
 
-@pytest.mark.parametrize(
-    "word", ["'&&'", "\\;", '">"', ">=1", "a|b", "<pad>", "x>y", "{precision if fusion else name}"]
-)
-def test_a_word_that_only_resembles_shell_syntax_is_an_argument(space, word):
-    assert len(words(f"train {word} {{micro_batch}}", space)) == 3
-
-
 def test_a_chosen_literal_with_several_options_is_several_words(space):
     choice = "{'--amp --amp-dtype bfloat16' if fusion else ''}"
     text = f'train {choice} "{choice}" --x={choice} {{name}}'
@@ -107,17 +100,6 @@ def test_a_chosen_literal_with_several_options_is_several_words(space):
     assert line.text({**VALUES, **GIVEN}) == f"train {options} -n'{options}' 'two words'"
     with pytest.raises(UsageError, match="'-a \"x' cannot be split into words .no closing quotation"):
         words("train {'-a \"x' if fusion else ''}", space)
-
-
-def test_an_unquoted_word_that_is_empty_is_left_out(space):
-    switch = "{'--fused' if fusion else ''}"
-    text = f'train {switch} {{micro_batch}} "{switch}" --x={switch}'
-    assert words(text, space) == ["train", "--fused", "8", "--fused", "--x=--fused"]
-    assert words(text, space, fusion=False) == ["train", "8", "", "--x="]
-    assert words(["train", switch], space, fusion=False) == ["train", ""]
-    off = {**VALUES, "fusion": False}
-    assert read_command(text, space.by_name, shell=False).shown(off, []) == "train 8 '' --x="
-    assert read_command(f"train {switch} 8", space.by_name, shell=True).shown(off, []).split() == ["train", "8"]
 
 
 def test_variables_in_front_of_a_command_are_its_environment(space):

@@ -89,28 +89,6 @@ def test_files_of_a_known_framework_give_its_batch_and_formats_unless_files_may_
     assert megatron.global_batch == 16, "a file of another kind does not hide the command"
 
 
-MEGATRON = (
-    "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16"
-)
-
-
-def test_flags_of_megatron_describe_a_model():
-    plain = CommandTraining.by(Command(command=MEGATRON)).architecture
-    assert plain.model_type == "gpt2"
-    assert plain.arguments == {
-        "n_layer": 32, "n_embd": 4096, "n_head": 32, "vocab_size": 50304, "n_positions": 2048, "n_inner": 16384
-    }  # fmt: skip
-    llama = "--swiglu --ffn-hidden-size 11008 --group-query-attention --num-query-groups 8 --vocab-size 32000"
-    made = CommandTraining.by(Command(command=f"{MEGATRON} {llama} --untie-embeddings-and-output-weights")).architecture
-    assert made.model_type == "llama" and made.configuration().num_key_value_heads == 8
-    assert made.arguments["intermediate_size"] == 11008 and not made.arguments["tie_word_embeddings"]
-    # Megatron's default gives a gated MLP as many parameters as one without a gate.
-    assert (
-        CommandTraining.by(Command(command=f"{MEGATRON} --swiglu")).architecture.arguments["intermediate_size"] == 10880
-    )
-    assert CommandTraining.by(Command(command=MEGATRON.replace("4096", "{hidden}"))).architecture is None
-
-
 @pytest.mark.parametrize(
     ("command", "model"),
     [
@@ -122,14 +100,6 @@ def test_flags_of_megatron_describe_a_model():
 )
 def test_a_recipe_may_have_the_name_of_a_preset(command, model):
     assert CommandTraining.by(Command(command=command)).model == model
-
-
-def test_arguments_override_settings_of_files():
-    Path("a.yaml").write_text("base_model: one\nsequence_len: 2048\nbf16: auto\nlora: {model: no}\n")
-    Path("ds.json").write_text(json.dumps({"model": "of ds", "seq_len": "{length}"}))
-    assert read(Command(command="axolotl train a.yaml")) == CommandTraining(model="one", seq_len=2048, precision="bf16")
-    assert CommandTraining.by(Command(command="axolotl train a.yaml --base-model two")).model == "two"
-    assert read(Command(command="train", render=["ds.json:a.b={x}"])) == CommandTraining(model="of ds")
 
 
 @pytest.mark.parametrize("text", [b"\xff\x00", b"- 1\n- 2\n", b"a: [", b"&a [*a, *a]"])

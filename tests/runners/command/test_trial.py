@@ -99,24 +99,6 @@ def test_reports_of_the_script_are_exact(run, script):
     assert 3000 < measured.throughput <= 10_000
 
 
-def test_an_unknown_metric_counts_with_its_last_value(run, script):
-    text = """
-    for speed in (5, 7, 3):
-        print("speed", speed)
-    print("latency 0.25")
-    """
-    measured, _ = run(script(text), metric=[r"speed (?P<speed>\d+)"])
-    assert (measured.throughput, measured.unit) == (3.0, "speed")
-    measured, _ = run(script(text), metric=[r"latency (?P<latency>\S+)", r"speed (?P<speed>\d+)"], direction="min")
-    assert (measured.throughput, measured.unit) == (4.0, "1/latency")
-    assert measured.reason == measured.told == "speed = 3"
-    measured, _ = run(
-        script(text), metric=[r"speed (?P<speed>\d+)", r"latency (?P<latency>\S+)"], require=["latency < 0.2"]
-    )
-    assert measured.status is Status.WRONG
-    assert measured.reason == "latency = 0.25, but `latency < 0.2` is required; speed = 3"
-
-
 def test_each_trial_has_its_own_folder_files_and_environment(run, script, tmp_path):
     Path(tmp_path / "checkout" / "job.yaml").write_text("batch: '{micro_batch}'\n")
     command = script(
@@ -352,25 +334,6 @@ def test_a_timeout_names_what_was_read(run, script, text, says):
     assert says in measured.reason
 
 
-def test_a_speed_in_an_unknown_form_ends_the_trial_with_the_metric_that_reads_it(run, script):
-    begin = time.monotonic()
-    measured, _ = run(
-        script(
-            """
-            for step in range(10_000):
-                print(f"step {step} at 12.5 samples/s", flush=True)
-                time.sleep(0.1)
-            """
-        ),
-        timeout_s=120,
-    )
-    assert measured.status is Status.CRASH and time.monotonic() - begin < 60
-    assert measured.reason.startswith(
-        "no training of it can be observed, and its speed is printed in an unknown form: --metric "
-    )
-    assert "(?P<samples_per_second>" in measured.reason and "reads '12.5' in 'step " in measured.reason
-
-
 def test_nothing_is_observed_if_that_is_switched_off(run, script):
     text = "print(os.environ.get('PYTHONPATH'), os.environ.get('REDLINE_OBSERVE'))\nprint('speed 1')"
     _, log = run(script(text), metric=["speed (?P<speed>.)"], no_observe=True)
@@ -410,24 +373,8 @@ def test_a_command_that_cannot_work_is_refused_before_the_first_trial(space, mor
         Commands(Command(**more), space, devices=1).check_program()
 
 
-def test_a_knob_counts_as_used_where_what_follows_from_it_is(space):
-    space.derive("double", "micro_batch * 2")
-    work = Commands(Command(command="true {double}"), space, devices=1)
-    assert work.rendered(space.config(micro_batch=2), 0, Path()) == "true 4"
-
-
 def test_a_knob_that_a_configuration_lacks_has_its_default(space):
     space.choice("offload", ["none", "cpu"], when=space["micro_batch"] > 1)
     work = Commands(Command(command="true {micro_batch} {offload}"), space, devices=4)
     assert work.rendered(space.config(micro_batch=1), 0, Path()) == "true 1 none"
     assert work.rendered(space.config(micro_batch=2, offload="cpu"), 0, Path()) == "true 2 cpu"
-
-
-def test_samples_of_a_step_follow_from_knobs_or_an_option(space):
-    def work(**more):
-        made = Commands(Command(command="true {micro_batch}", **more), space, devices=4)
-        return made._samples_per_step(made.values(space.config(micro_batch=2), 0, Path()))
-
-    assert work() == 8.0 and work(samples="{micro_batch * 3}") == 6.0 and work(samples="5") == 5.0
-    with pytest.raises(UsageError, match="samples must be a number"):
-        work(samples="many")

@@ -1,6 +1,5 @@
 """A full disk makes a save fail, with a message, and does nothing else."""
 
-import resource
 import threading
 import time
 from pathlib import Path
@@ -73,23 +72,6 @@ def test_a_full_disk_ends_the_save_and_not_the_training(small, config, ranks):
         assert one.losses == part(workload, config, HYPER).losses
 
 
-def last_fails(folder, workload):
-    def full(loop):
-        if loop.step == 11:
-            fill(folder)
-        return False
-
-    found = part(workload, {"micro_batch": 4}, HYPER, save=Path(folder, "checkpoints"), stop=full, save_every=6)
-    return found, [each.step for each in CheckpointFolder(Path(folder, "checkpoints")).all()]
-
-
-def test_a_last_save_that_fails_is_told_at_the_end(small):
-    found, kept = on_small_disk(8 << 20, last_fails, small("llama"))
-    assert found.step == 12 and "No space left on device" in found.failure
-    assert found.of("end")[0]["failure"] == found.failure
-    assert kept == [6]
-
-
 def test_ranks_do_not_wait_for_one_that_failed(two, small, tmp_path):
     """The checkpoints' folder is below a file: each save fails at once on both ranks."""
     (tmp_path / "file").write_text("")
@@ -128,24 +110,3 @@ def test_training_continues_while_a_slow_disk_writes_a_checkpoint(small, tmp_pat
     found = part(small("llama"), {"micro_batch": 4}, HYPER, save=tmp_path / "here", stop=stop, save_every=4)
     assert in_time[0], "steps 5 to 7 waited for the checkpoint of step 4"
     assert [line["step"] for line in found.of("checkpoint") if not line["failure"]] == [4, 8, 12]
-
-
-def test_a_single_rank_with_a_full_disk_is_named_and_fails_the_save(two, small, tmp_path):
-    def limited(loop):
-        if place()[0] == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-
-    def lifted(loop):
-        if place()[0] == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-    def run(workload):
-        return part(workload, {"tp": 2}, HYPER, save=tmp_path / "here", stop=hooked(limited, lifted), save_every=2)
-
-    found = two.run(run, small("llama"))
-    failures = {line["step"]: line["failure"] for line in found[0].of("checkpoint")}
-    assert {step for step, failure in failures.items() if failure} == {6, 8}
-    assert failures[6].startswith("rank 1: ") and "File too large" in failures[6]
-    assert [each.failure for each in found] == ["", ""]
-    assert [each.step for each in CheckpointFolder(tmp_path / "here").all()] == [12, 10, 4]
-    assert not list((tmp_path / "here").glob(".*"))

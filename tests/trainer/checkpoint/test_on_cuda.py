@@ -29,18 +29,6 @@ def test_the_thread_that_saves_uses_the_device_of_its_rank(monkeypatch, tmp_path
     assert set_by == [(name, 3)] and name.startswith("checkpoint")
 
 
-def test_writing_uses_no_cuda_stream(monkeypatch, tmp_path):
-    def stream(*_):
-        raise AssertionError("of device 0")
-
-    saver = Saver(CheckpointFolder(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, stream)
-    saver.save(Whole(torch.arange(4.0)), 1, {})
-    assert saver.wait().failure == ""
-
-
 def test_tensors_on_a_gpu_are_copied_to_pinned_memory_that_is_kept_until_the_end(monkeypatch, tmp_path):
     from torch.distributed.checkpoint import staging
 

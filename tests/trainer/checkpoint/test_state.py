@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from redline.base.errors import WorkloadError
-from redline.models import Workload
 from redline.models.layouts.dcp import dcp_tensors
 from redline.models.lora import Lora, with_lora
 from redline.trainer.checkpoint.folder import CheckpointFolder
@@ -146,35 +145,6 @@ def test_a_state_that_parts_do_not_make_up_is_refused_before_anything_is_written
     assert not list((tmp_path / "here").glob("step-*"))
 
 
-class Normed(torch.nn.Sequential):
-    def __init__(self):
-        super().__init__(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-
-
-def drawn(size, seed):
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 8, generator=draw) + 1, torch.randint(0, 4, (size,), generator=draw)
-
-
-def entropy(output, batch):
-    return torch.nn.functional.cross_entropy(output, batch[1])
-
-
-def test_buffers_of_batch_norm_are_kept(tmp_path):
-    workload = Workload(name="normed", model=Normed, batch=drawn, loss=entropy, global_batch=8)
-    held = goes_on_bit_for_bit(workload, {"micro_batch": 4}, tmp_path)
-    assert held["model/1.running_mean"].read().any()
-    assert int(held["model/1.num_batches_tracked"].read()) == 6  # two micro-batches a step
-    assert held["model/1.num_batches_tracked"].dtype == torch.int64
-
-
-def test_only_adapters_have_optimizer_state(small, tmp_path):
-    held = goes_on_bit_for_bit(with_lora(small("llama"), Lora(r=4)), {"micro_batch": 8}, tmp_path)
-    states = [name for name in held if name.startswith("optimizer/")]
-    assert states and all(".lora_" in name for name in states)
-    assert any(".lora_" not in name for name in held if name.startswith("model/"))
-
-
 def test_frozen_weights_that_the_training_began_with_are_not_saved_again(small, tmp_path):
     workload = with_lora(small("llama"), Lora(r=4))
     frozen = built(workload, {"micro_batch": 8}, HYPER).outline.frozen
@@ -217,14 +187,6 @@ def test_an_optimizer_on_the_host_is_kept_too(small, tmp_path, config):
     plain = tmp_path / "plain"
     part(small("llama"), {"micro_batch": 8}, HYPER, until=3, save=plain)
     assert held.keys() == dcp_tensors(CheckpointFolder(plain).all()[0].path).keys()
-
-
-def test_dropout_resumes_bit_for_bit(small, tmp_path):
-    """Dropout masks follow from the seed, the step and the place, so that a checkpoint need not contain them."""
-    workload = small("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
-    goes_on_bit_for_bit(workload, {"micro_batch": 2}, tmp_path)
-    whole = part(workload, {"micro_batch": 2}, HYPER)
-    assert whole.losses != part(small("gpt2"), {"micro_batch": 2}, HYPER).losses, "nothing was dropped"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Unusable data is refused with a message, and nothing of it is kept."""
 
 import pytest
-from redline.base.errors import StudyError, UsageError, WorkloadError
+from redline.base.errors import UsageError, WorkloadError
 from redline.trainer.data import DataPlan
 
 
@@ -49,14 +49,6 @@ def test_data_shorter_than_a_sample_is_refused(samples, write, task, packing, me
         samples(write("a.txt", "x" * 40), seq_len=64, task=task, packing=packing)
 
 
-def test_one_sample_is_enough_but_not_to_hold_one_out(samples, write):
-    path = write("a.txt", "x" * 15)
-    made = samples(path)
-    assert len(made) == 1 and made.ids(0, 3).tolist() == [0, 0, 0]
-    with pytest.raises(WorkloadError, match=r"has one sample of 16 tokens, so none can be held out"):
-        samples(path, held_out=0.1)
-
-
 def test_tokens_of_another_vocabulary_are_refused(samples, write, tmp_path, bpe):
     text = write("a.txt", "the redline is the highest engine speed short of damage " * 9)
     refused(samples, tmp_path, r"a\.txt: text by bytes needs a vocabulary of at least 259 tokens, but the model has 258",
@@ -81,12 +73,6 @@ def test_missing_files_are_refused(samples, tmp_path, write):
     text = write("a.txt", "text")
     refused(samples, tmp_path, r"contains no tokenizer; give the folder that its tokenizer\.json is in", text,
             tokenizer=str(tmp_path / "both"))  # fmt: skip
-
-
-def test_an_unwritable_cache_is_reported(samples, write, tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(StudyError, match=r"cache' is a file"):
-        samples(write("a.txt", "x" * 40))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Tokens are prepared once, completely or not at all, by the process that comes first."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -94,24 +93,6 @@ def test_a_killed_preparation_does_not_block_the_next(corpus, tmp_path):
     assert [each.startswith(".") for each in seen(tmp_path / "cache")] == [
         False
     ]  # the killed process's files are removed
-
-
-def test_a_cache_without_its_description_is_prepared_again(corpus, tmp_path):
-    wanted = made(corpus, tmp_path / "cache")(3, 4)["input_ids"]
-    (file,) = (tmp_path / "cache").glob("*/about.json")
-    file.unlink()
-    assert made(corpus, tmp_path / "cache")(3, 4)["input_ids"].equal(wanted)
-    assert file.stat().st_size
-
-
-def test_other_contents_are_other_tokens_and_the_same_elsewhere_the_same(corpus, tmp_path, write):
-    first = made(corpus, tmp_path / "cache").describe()
-    copy = write("elsewhere.jsonl", open(corpus, "rb").read())
-    assert made(copy, tmp_path / "cache").describe()["digest"] == first["digest"]
-    records = [json.loads(line) for line in open(corpus)]
-    records[3]["text"] = records[3]["text"].replace("e", "a", 1)
-    write("a.jsonl", records)  # the same length as before
-    assert made(corpus, tmp_path / "cache").describe()["digest"] != first["digest"]
 
 
 def test_data_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 from redline.base.errors import WorkloadError
-from texts import CHATML, MARKED
+from texts import MARKED
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -53,11 +53,6 @@ def test_only_what_the_assistant_says_is_trained_on(conversation):
     assert trained_text(made(1, 1), tokenizer) == ["Ho" + end]
 
 
-def test_everything_can_be_trained_on(conversation):
-    made, tokenizer = conversation(CHATML, TALK, train_on="all")
-    assert trained_text(made(0, 1), tokenizer) == [tokenizer.apply_chat_template(TALK, tokenize=False)]
-
-
 def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
     question = {"role": "user", "content": "So long a question that no answer is left of it. " * 10}
     made, tokenizer = conversation(MARKED, [question, SHORT[1]], SHORT, seq_len=40)
@@ -79,14 +74,6 @@ def test_invalid_conversations_are_named(samples, write, tokenizer_folder, recor
     path = write("a.jsonl", [record])
     with pytest.raises(WorkloadError, match=wrong):
         samples(path, field="messages", tokenizer=tokenizer_folder(MARKED))
-
-
-def test_conversations_can_be_packed(conversation):
-    made, tokenizer = conversation(MARKED, SHORT, SHORT, SHORT, packing="documents", seq_len=48)
-    whole = made(0, 1)
-    one = len(tokenizer.apply_chat_template(SHORT, tokenize=True)["input_ids"])
-    assert whole["position_ids"][0].tolist() == (list(range(one)) * 3)[:48]
-    assert made.describe()["documents"] == 3
 
 
 def test_a_conversation_that_the_template_refuses_is_named(conversation):

@@ -45,20 +45,6 @@ def test_a_packed_document_has_the_logits_it_has_alone(packed, family, attention
     assert (whole - across)[:, 8:].abs().max() > 0.1  # without positions documents do attend to each other
 
 
-def test_a_packed_document_has_the_loss_it_has_alone(packed):
-    batch, bounds = packed
-    model = built("llama")
-    labels = torch.where(batch["labels"] == -100, -100, batch["input_ids"])
-    with torch.no_grad():
-        whole = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=labels).loss
-        total = count = 0
-        for begin, end in pairwise(bounds):
-            part = batch["input_ids"][:, begin:end]
-            total += model(input_ids=part, labels=part).loss * (end - begin - 1)
-            count += end - begin - 1
-    assert torch.allclose(whole, total / count, rtol=1e-5)
-
-
 def test_models_are_tried_and_those_that_let_documents_mix_are_refused():
     found = {}
     for family, (task, _) in FAMILIES.items():
@@ -86,10 +72,3 @@ def test_the_tasks_that_have_no_such_packing_refuse_it(samples, write):
     ]:
         with pytest.raises(WorkloadError, match=message):
             samples(path, task=task, packing=packing)
-
-
-def test_models_without_positions_to_give_are_refused():
-    with pytest.raises(
-        WorkloadError, match=r"position_ids, which the model's forward does not take; give packing=packed"
-    ):
-        check_packing(tiny("t5").build_model({}))

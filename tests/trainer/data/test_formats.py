@@ -2,11 +2,10 @@
 
 import gzip
 import json
-import sys
 import tracemalloc
 
 import pytest
-from redline.base.errors import MissingDependency, WorkloadError
+from redline.base.errors import WorkloadError
 from redline.models.data import BYTE_OFFSET
 from redline.trainer.data import preparing
 from texts import TOPICS
@@ -63,11 +62,6 @@ def test_gzip_files_are_read_unchanged(tokens, write, tmp_path, name):
     )  # fmt: skip
 
 
-def test_text_files_are_a_document_each_in_the_order_given(tokens, write):
-    one, two = write("b.txt", "\ufeffred line\n"), write("a.md", "é\n\nx")
-    assert tokens(one, two) == (by_bytes(["red line\n", "é\n\nx"]), 2)
-
-
 def test_a_folder_is_read_by_name_without_what_is_only_about_the_data(tokens, write, tmp_path):
     write("data/part-1.jsonl", RECORDS[5:9])
     write("data/part-0.jsonl", RECORDS[:5])
@@ -75,12 +69,6 @@ def test_a_folder_is_read_by_name_without_what_is_only_about_the_data(tokens, wr
     write("data/.hidden.jsonl", "{")
     write("data/dataset_infos.json", "{}")
     assert tokens(tmp_path / "data") == (by_bytes(each["text"] for each in RECORDS[:9]), 9)
-
-
-def test_the_training_split_of_a_folder_is_read(tokens, write, tmp_path):
-    write("data/train-00000.jsonl", RECORDS[:3])
-    write("data/test-00000.jsonl", RECORDS[3:])
-    assert tokens(tmp_path / "data") == (by_bytes(each["text"] for each in RECORDS[:3]), 3)
 
 
 def test_a_text_file_is_one_document_although_it_is_tokenised_in_pieces(tokens, write, bpe, monkeypatch):
@@ -128,12 +116,6 @@ def test_a_tokenised_data_set_is_taken_as_it_is(samples, tokens, write, tmp_path
         WorkloadError, match="token files of nanoGPT and Megatron are not read; give the texts, or a data"
     ):
         samples(write("f.bin", b"1234"))
-
-
-def test_a_missing_reader_package_is_named(tokens, write, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependency, match=r"read by datasets: pip install 'redline\[data\]'"):
-        tokens(write("a.jsonl", RECORDS))
 
 
 def test_a_corpus_is_never_in_memory_at_once(samples, tmp_path):

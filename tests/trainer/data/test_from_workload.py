@@ -28,15 +28,6 @@ def test_a_step_s_samples_are_those_of_a_dry_run():
         assert all(torch.equal(batch[key], wanted[key]) for key in wanted)
 
 
-def test_samples_do_not_depend_on_how_positions_are_grouped(numbers):
-    data = FromWorkload(numbers, seed=1)
-    seeds, places = data(4, 15)
-    assert places.tolist() == [4, 5, *range(6), *range(6), 0]
-    for at in range(15):
-        assert [each.flatten().tolist() for each in data(4 + at, 1)] == [seeds[at].tolist(), [places[at].item()]]
-    assert data.ids(4, 3).tolist() == [4, 5, 6]
-
-
 def test_evaluation_has_samples_that_no_step_has(numbers):
     data = FromWorkload(numbers, seed=1, num_evaluation=8)
     trained = set(data(0, 600)[0].flatten().tolist())

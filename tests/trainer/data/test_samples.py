@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import redline
 import torch
-from redline.models.data import BYTE_OFFSET
 from texts import TOPICS
 
 WAYS = [
@@ -72,16 +71,6 @@ def test_another_seed_is_another_order_of_the_same_samples_and_evaluation_is_the
         assert equal(one.evaluation(0, 5), two.evaluation(0, 5))
         assert one.describe()["digest"] != two.describe()["digest"]
         assert one.describe()["tokens_digest"] == two.describe()["tokens_digest"]
-
-
-def test_packed_samples_in_a_row_are_the_documents_with_an_end_between(samples, write):
-    texts = ["the first document", "and é second", "third"]
-    made = samples(write("a.jsonl", [{"text": each} for each in texts]), seq_len=5, shuffle=False)
-    stream = [token for each in texts for token in [*(byte + BYTE_OFFSET for byte in each.encode()), 1]]
-    batch = made(0, len(made))
-    assert batch["input_ids"].flatten().tolist() == stream[: 5 * (len(stream) // 5)]
-    assert torch.equal(batch["input_ids"], batch["labels"])
-    assert made.even
 
 
 def test_documents_apart_have_positions_that_restart_and_no_label_across(samples, write):
