@@ -21,7 +21,7 @@ import numpy as np
 
 from .hardware import Hardware, device_name
 
-TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # of CUTLASS's kernels, rows and columns
 WHOLE_TILE = 32768.0
 """Elements of the largest tiles, which reach the full rate."""
 
@@ -50,6 +50,7 @@ class Products:
     """Peak 16-bit product rate of the device at which it was measured, 1e12 FLOP/s."""
 
 
+# The numbers of each device are fitted to 6,000 of aiconfigurator's latencies, `sustained` to whole runs (docs/estimator.md).
 _A100 = Products(
     rate=0.961,
     lost=219.0,
@@ -100,6 +101,7 @@ _LIKE: dict[str, tuple[Products, int]] = {
 }  # fmt: skip
 """Devices whose products were not measured, with the chip of their generation and their number of multiprocessors."""
 _ACHIEVED = {"a100": 0.87, "h100": 0.80, "b200": 0.78}
+"""`Hardware.achievable` of the measured devices, by which that of another device scales its rate."""
 
 
 STATIC = 0.25
@@ -107,8 +109,9 @@ STATIC = 0.25
 
 
 def _sustained(base: Products, watts: float | None, tflops: float) -> float:
-    """Share of the rate that another device of the generation sustains: clocks rise with the cube root of the power above the
-    static share, since voltage rises with them. A lower promised rate needs less limiting."""
+    """Share of the rate that another device of the generation sustains: clocks rise with the power above the static
+    share to 0.42, between a third, where voltage rises with them, and one (fitted to GB200 and GB300). A lower promised rate needs
+    less limiting."""
     if base.watts is None or watts is None:
         return base.sustained
     dynamic = max(watts - STATIC * base.watts, 0.05 * watts) / (1 - STATIC) / base.watts

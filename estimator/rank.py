@@ -12,7 +12,7 @@ from .setup import OPTIMIZERS, TrainingSetup
 from .stages import Stage, in_flight
 
 MIB = 1024.0**2
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}  # of an element
 
 
 @dataclass(frozen=True, slots=True)

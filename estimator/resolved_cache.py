@@ -30,7 +30,7 @@ from .facts.model_facts import FactsSource, ModelFacts, Variant
 from .facts.traced import derived, named, traced_variant
 from .setup import TrainingSetup
 
-FORMAT = 3
+FORMAT = 3  # raised when what is stored changes
 ROOMS = ("base", "estimator", "knobs", "models", "schedule", "space")
 """Code that decides how a model is resolved."""
 

@@ -14,7 +14,7 @@ from . import accelerate, configuration, deepspeed, lightning, megatron, script,
 from .export_input import ExportInput, ending
 from .target import SUFFIXES, Export, Target
 
-_WIDTH = 100
+_WIDTH = 100  # columns of the lines of notes
 _TARGETS: tuple[Target, ...] = (
     accelerate.TARGET,
     trainer.TARGET,
