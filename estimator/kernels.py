@@ -110,7 +110,7 @@ STATIC = 0.25
 
 def _sustained(base: Products, watts: float | None, tflops: float) -> float:
     """Share of the rate that another device of the generation sustains: clocks rise with the power above the static
-    share to 0.42, between a third, where voltage rises with them, and one (fitted to GB200 and GB300). A lower promised rate needs
+    share to 0.42: between a third, where voltage rises with them, and one (fitted to GB200, GB300). A lower promised rate needs
     less limiting."""
     if base.watts is None or watts is None:
         return base.sustained

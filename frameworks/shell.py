@@ -31,7 +31,7 @@ _OTHERS = (
 _MOST_WORDS, _DEEPEST = (
     20_000,
     4,
-)  # bounds of scripts that expand or call themselves; those of trainers have some hundred words
+)  # bounds of scripts that call themselves; trainers have some hundred words
 _NAME = re.compile(r"(?:export|local|declare|readonly|typeset)?(?:\s+-\w+)*\s*([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _PAIR = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
