@@ -18,6 +18,7 @@ from own_loops import (
     own_loss,
     plain,
 )
+from redline.base.errors import StudyError
 from tiers import tiered
 from torch import nn
 
@@ -198,6 +199,29 @@ def test_a_checkpoint_resumes_in_another_configuration(two, tmp_path):
     assert sorted(each.name for each in (tmp_path / "saved").iterdir()) == ["step-00000003", "step-00000005"]
 
 
+def test_a_checkpoint_replaces_only_its_own_predecessors(tmp_path):
+    config = {"strategy": {"micro_batch": 8}, "global_batch": 8}
+    saved = tmp_path / "saved"
+    before = redline.accelerate(make_llama(), make_data(), **config)
+    for _ in range(3):
+        turns(before, 1)
+        assert before.info.save(saved, keep=2).name == f"step-{before.info.step:08d}"
+    assert sorted(each.name for each in saved.iterdir()) == ["step-00000002", "step-00000003"]
+    # The new run starts from the first step and does not continue the existing one.
+    again = redline.accelerate(make_llama(), make_data(), **config)
+    turns(again, 1)
+    with pytest.raises(
+        StudyError, match=r"contains checkpoints of later steps \(3, 2\) than this one, 1, .*info\.load before"
+    ):
+        again.info.save(saved, keep=1)
+    assert sorted(each.name for each in saved.iterdir()) == ["step-00000002", "step-00000003"]
+    continued = redline.accelerate(make_llama(), make_data(), **config)
+    assert continued.info.load(saved)
+    turns(continued, 1)
+    assert continued.info.save(saved, keep=2) == saved / "step-00000004"
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000003", "step-00000004"]
+
+
 def evaluations(config, first, second):
     """Losses of a step, first without gradients, and of a number of samples that no micro-batch divides."""
     prepared = redline.accelerate(make_llama(), make_data(ignored=False), strategy=config, global_batch=GLOBAL_BATCH)
@@ -303,6 +327,20 @@ def test_ranks_that_share_experts_with_a_capacity_may_have_batches_of_unlike_len
     hold(two.run(mixture_turns, {**config, "ep": 2})[0], two.run(mixture_turns, config)[0])
 
 
+def test_learning_rate_schedulers_of_pytorch_work_on_the_optimizer():
+    model, optimizer, loader, _ = redline.accelerate(
+        make_llama(), make_data(), strategy={"micro_batch": 2}, optimizer=make_optimizer, global_batch=8
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    rates = []
+    for batch in loader:
+        model(**batch).backward()
+        rates.append(optimizer.optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([1e-3, 5e-4, 1e-3 / 3])
+
+
 def test_info_clips_over_all_ranks(two):
     def norms(config):
         model, _, loader, info = redline.accelerate(make_llama(), make_data(), strategy=config, global_batch=8)
@@ -318,3 +356,17 @@ def test_info_clips_over_all_ranks(two):
         first, second, reported = two.run(norms, config)[0]
         assert first == pytest.approx(norm, rel=1e-5)
         assert second == reported == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_project_s_own_folder_is_no_place_for_checkpoints(tmp_path, monkeypatch):
+    for name in (".git/HEAD", "frozen/lake.txt", "train.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    prepared = redline.accelerate(make_llama(), make_data(), strategy={"micro_batch": 4}, global_batch=GLOBAL_BATCH)
+    with pytest.raises(
+        StudyError, match=r"contains \.git, frozen, train\.py and no checkpoint.*give one that is new or empty"
+    ):
+        prepared.info.save(".")
+    assert all((tmp_path / name).read_text() == "mine" for name in (".git/HEAD", "frozen/lake.txt", "train.py"))
+    assert prepared.info.save("saved").is_dir()

@@ -86,6 +86,13 @@ def test_a_best_yaml_that_was_copied_says_what_to_train(tmp_path):
     assert found == read_source(tmp_path / "run") and found.config["precision"] == "fp32"
 
 
+def test_a_best_yaml_for_other_devices_is_planned_again(tmp_path):
+    found = best_yaml(tmp_path, 4, dp=4, micro_batch=2, grad_accum=1)
+    info = redline.accelerate(make_llama(), make_data(), strategy=found, global_batch=8).info
+    assert "which is for 4 devices" in info.why
+    assert info.config["micro_batch"] * info.config["grad_accum"] == 8
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,31 @@ def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, 
         assert torch.equal(weight, held[f"model/{name}"].read().to(expected)), name
 
 
+def test_another_tokenizer_gets_a_note(run, here, checkpoint):
+    make_tokenizer(here / "smaller", 280), make_tokenizer(here / "shuffled", 295, texts=3)
+    shutil.copytree(checkpoint, here / "same")
+    note = "with which the weights were trained"
+    for name, message in (
+        ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is used"),
+        ("shuffled", "of 295 tokens have another id, such as"),
+        ("same", None),
+    ):
+        text = words(run(*trained("train", "llama", f"with-{name}", "--from", "begun", "--tokenizer", name, steps=1)))
+        assert (note in text and message in text) if message else note not in text, text
+
+
+def test_text_by_bytes_needs_a_request_or_no_tokenizer(run, here, checkpoint, tmp_path):
+    text = words(run(*trained("train", "llama", "by-bytes", "--from", "begun", "--tokenizer", "bytes", steps=1)))
+    assert "note: text is read by bytes, as requested, but the weights were trained with the tokenizer in" in text
+    assert "tokenizer bytes" in text
+    words(run("convert", "by-bytes", tmp_path / "hf"))
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()).get("temperature") is None
+    shutil.copytree(checkpoint, here / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    text = words(run(*trained("train", "llama", "of-bare", "--from", "bare", steps=1)))
+    assert "bare' has no tokenizer and none is given: text is read by bytes" in text
+
+
 def test_weights_that_are_not_trained_are_read_from_the_beginning_s_again(run, here, checkpoint, tmp_path):
     shutil.copytree(checkpoint, here / "base-of-adapters")
     lora = ("--from", "base-of-adapters", "--lora", "r=2", "--save-every", 2, "--lr", "1e-2")

@@ -406,6 +406,13 @@ def test_checkpoints_of_non_finite_steps_are_not_kept(small, run, tmp_path, conf
         assert all(stored.read().isfinite().all() for stored in dcp_tensors(each.path).values())
 
 
+def test_a_training_without_a_checkpoint_says_so(small, tmp_path):
+    with pytest.raises(Diverged, match="the loss of step 2 is nan: nothing was saved before"):
+        part(small("llama"), {"micro_batch": 4}, HYPER, save=tmp_path, watch=poisoned(2))
+    with pytest.raises(Diverged, match="the loss of step 2 is nan: nothing was saved before"):
+        part(small("llama"), {"micro_batch": 4}, HYPER, watch=poisoned(2))
+
+
 # -- invalid hyperparameters ---------------------------------------------------------------------------------
 
 

@@ -37,6 +37,13 @@ def test_a_training_that_is_done_is_neither_planned_nor_started_again(run, finis
     assert (finished / "train.yaml").read_bytes() == document and lines_of(finished) == log
 
 
+def test_a_training_without_a_checkpoint_says_that_it_restarts(run, finished, tmp_path):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "train.yaml").write_bytes((finished / "train.yaml").read_bytes())
+    text = words(run("train", tmp_path / "killed", "--resume", "--steps", 1))
+    assert "note: there is no checkpoint to continue from: the training starts from step 0" in text
+
+
 def test_the_suggested_export_is_possible(run, here, finished):
     assert f"export redline convert {finished.name} OUT --to hf" in words(run("train", finished.name, "--resume"))
     adapted = words(run(*trained("train", "llama", "of-adapters", "--lora", "r=4", steps=1)))

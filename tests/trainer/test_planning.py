@@ -77,6 +77,12 @@ def test_a_winner_is_adapted_to_other_knobs_with_the_samples_of_its_step(tiny):
         adapted(workload, winner, CPU, devices=2, fixed={"micro_batch": 5}, of="it")
 
 
+def test_a_format_that_a_winner_cannot_keep_here_is_reported(tiny):
+    winner = Config({**LIKE, "precision": "fp8"})
+    found = adapted(with_samples_of(tiny, winner), winner, CPU, devices=2, fixed={"micro_batch": 2}, of="it")
+    assert found.config["precision"] != "fp8" and "; precision=fp8 could not be kept: " in found.why
+
+
 def test_a_training_of_a_winner_has_the_requested_batch_and_knobs(tiny):
     source = TrainingSource(spec="gpt2-tiny", config=LIKE, devices=2, global_batch=32)
 
@@ -103,6 +109,12 @@ def test_experts_keep_their_capacity_and_get_none():
     for factor in (1.25, 0):
         found = plan(mixture, devices=2, like=Config({**LIKE, "capacity_factor": factor}), hardware=H100)
         assert found.config.get("capacity_factor", 0) == factor
+
+
+def test_unsupported_formats_become_exact_ones_with_a_note(tiny):
+    found = plan(tiny, devices=2, like=Config({**LIKE, "precision": "fp8"}), hardware=A100)
+    assert found.config["precision"] in ("fp32", "tf32", "bf16")
+    assert "precision=fp8 could not be kept: knob 'precision' has no value 'fp8'" in found.why
 
 
 def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(tiny):

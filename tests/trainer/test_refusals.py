@@ -101,6 +101,23 @@ def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here,
     refused(run, ["contains epoch=1.ckpt and no checkpoint"], *arguments, "--out", tmp_path / "mine")
 
 
+def test_changed_data_is_refused(run, here, finished):
+    before = (here / "corpus.txt").read_text()
+    try:
+        (here / "corpus.txt").write_text(before[1:])
+        refused(
+            run,
+            ["the data differs from that of the training in 'finished'"],
+            "train",
+            finished,
+            "--resume",
+            "--steps",
+            7,
+        )
+    finally:
+        (here / "corpus.txt").write_text(before)
+
+
 def test_runs_without_a_winner_are_refused(run, here, tmp_path):
     (tmp_path / "best.yaml").write_text("best: null\nwhy: every trial ran out of memory\n")
     message = ["names no winner: every trial ran out of memory"]

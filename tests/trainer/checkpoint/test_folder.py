@@ -8,6 +8,7 @@ import pytest
 from redline.base.errors import StudyError
 from redline.base.writing import write_atomic
 from redline.trainer.checkpoint.folder import CheckpointFolder
+from redline.trainer.program import _Log
 
 
 class Killed(BaseException):
@@ -132,9 +133,30 @@ def test_a_folder_that_is_empty_or_holds_what_a_first_save_left_is_taken(tmp_pat
     assert there(tmp_path) == set()
 
 
+MANIFESTS = {"empty": "", "list": "[1, 2]", "deep": "[" * 100_000, "old": '{"format": 1, "samples": 8}'}
+
+
+@pytest.mark.parametrize("text", MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_that_cannot_be_read_is_an_error_with_the_folder_s_name(tmp_path, text):
+    folder = CheckpointFolder(tmp_path)
+    (write(folder, 3).path / "manifest.json").write_text(text)
+    with pytest.raises(StudyError, match="step-00000003' is not a (whole )?checkpoint"):
+        folder.all()[0].manifest  # noqa: B018  # a property that reads
+
+
 def test_names_survive_a_power_cut_as_what_they_name_does(tmp_path, monkeypatch):
     """A file is synced before it is renamed, and the folder after."""
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{int(fd)}")) or fsync(fd))
     write_atomic(tmp_path / "train.yaml", b"x")
     assert synced == [f"{tmp_path}/.train.yaml.tmp", str(tmp_path)]
+
+
+def test_the_log_is_synced_when_it_records_a_checkpoint(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(file.name))
+    with _Log(tmp_path, None) as log:
+        log({"kind": "step", "step": 1})
+        assert synced == []
+        log({"kind": "checkpoint", "step": 1})
+        assert synced == [str(tmp_path / "log.jsonl")]

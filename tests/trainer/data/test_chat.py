@@ -76,6 +76,14 @@ def test_invalid_conversations_are_named(samples, write, tokenizer_folder, recor
         samples(path, field="messages", tokenizer=tokenizer_folder(MARKED))
 
 
+def test_conversations_can_be_packed(conversation):
+    made, tokenizer = conversation(MARKED, SHORT, SHORT, SHORT, packing="documents", seq_len=48)
+    whole = made(0, 1)
+    one = len(tokenizer.apply_chat_template(SHORT, tokenize=True)["input_ids"])
+    assert whole["position_ids"][0].tolist() == (list(range(one)) * 3)[:48]
+    assert made.describe()["documents"] == 3
+
+
 def test_a_conversation_that_the_template_refuses_is_named(conversation):
     strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"  # fmt: skip  # noqa: E501
     with pytest.raises(

@@ -71,6 +71,12 @@ def test_a_folder_is_read_by_name_without_what_is_only_about_the_data(tokens, wr
     assert tokens(tmp_path / "data") == (by_bytes(each["text"] for each in RECORDS[:9]), 9)
 
 
+def test_the_training_split_of_a_folder_is_read(tokens, write, tmp_path):
+    write("data/train-00000.jsonl", RECORDS[:3])
+    write("data/test-00000.jsonl", RECORDS[3:])
+    assert tokens(tmp_path / "data") == (by_bytes(each["text"] for each in RECORDS[:3]), 3)
+
+
 def test_a_text_file_is_one_document_although_it_is_tokenised_in_pieces(tokens, write, bpe, monkeypatch):
     text = "\n".join(TOPICS[:20])
     folder, tokenizer = bpe
