@@ -291,3 +291,27 @@ def test_blocks_by_name_may_hold_commas_within_a_configuration():
 def test_samples_of_an_image_model_are_images(capsys):
     code, out, _ = run(capsys, "estimate", "vit-tiny", "--hardware", "h100", "--devices", "1")
     assert code == 0 and ", images of " in " ".join(out.split()) and "None" not in out
+
+
+def test_facts_of_software_are_stated_by_version_and_one_by_one(capsys, small):
+    command = ("estimate", *small, "--hardware", "b200", "--devices", 8, "--fix", "tp=2", "--fix", "micro_batch=1")
+    speeds = []
+    for options in (
+        ("--framework", "megatron-bridge"),
+        ("--framework", "megatron-bridge@25.04"),
+        ("--framework", "megatron-bridge", "--assume", "early_kernels=true"),
+    ):
+        code, out, _ = run(capsys, *command, *options, "--json")
+        assert code == 0
+        speeds.append(json.loads(out)["best"][0]["throughput"])
+    latest, first, early = speeds
+    assert latest > first == pytest.approx(early, rel=0.02)
+    code, _, err = run(capsys, *command, "--assume", "early_kernel=true")
+    assert code == 2 and "unknown fact 'early_kernel'; did you mean 'early_kernels'" in err
+
+
+def test_the_verdict_on_a_device_without_a_measured_run_says_so(capsys, small):
+    for hardware, says in (("mi300x", True), ("h100", False)):
+        code, out, _ = run(capsys, "estimate", *small, "--hardware", hardware, "--devices", 1)
+        verdict = " ".join(out.split()).partition("tokens/s per GPU")[0]
+        assert code == 0 and (f"no training on {hardware} was measured" in verdict) is says

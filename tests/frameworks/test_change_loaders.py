@@ -175,6 +175,94 @@ def test_transformers_takes_changes_of_its_arguments(zero, tmp_path):
     assert bool(made.fsdp) is (zero > 0)
 
 
+def test_trl_takes_changes_of_its_file(tmp_path):
+    trl = pytest.importorskip("trl")
+    path = written(
+        tmp_path / "sft.yaml", ARGUMENTS | {"model_name_or_path": "gpt2", "use_peft": True, "max_length": 512}
+    )
+    parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig))
+    document = {**changed(path, WANTED), "use_cpu": True, "dataset_name": "x"}
+    _, made, model = parser.parse_args_and_config(["--config", str(written(tmp_path / "new.yaml", document))])
+    check_arguments(made)
+    assert model.use_peft and made.max_length == 512
+
+
+FACTORY = ARGUMENTS | {"model_name_or_path": "gpt2", "stage": "sft", "do_train": True, "dataset": "x", "template": "default",
+                       "finetuning_type": "full", "cutoff_len": 512}  # fmt: skip
+IN_FACTORY = {**WANTED, "checkpoint_ratio": 0}
+
+
+def factory(monkeypatch, tmp_path, words):
+    """LLaMA-Factory's arguments of a command's words."""
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    parser = pytest.importorskip("llamafactory.hparams.parser")
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", *words])
+    return parser._parse_train_args()
+
+
+def test_llamafactory_takes_changes_of_its_file_and_of_its_command(tmp_path, monkeypatch):
+    base = {name: value for name, value in FACTORY.items() if name != "gradient_checkpointing"} | {"use_cpu": True}
+    path = written(tmp_path / "sft.yaml", base)
+    new = written(tmp_path / "new.yaml", changed(path, IN_FACTORY))
+    flags = [word for name, value in base.items() for word in (f"--{name}", str(value))]
+    further, _ = options_of(["llamafactory-cli", "train", *flags], IN_FACTORY)
+    for words in ([str(new)], [*flags, *further]):
+        model, _, made, _, _ = factory(monkeypatch, tmp_path, words)
+        assert (made.per_device_train_batch_size, made.gradient_accumulation_steps, made.torch_compile) == (2, 4, True)
+        assert model.disable_gradient_checkpointing is True
+
+
+def test_llamafactory_takes_changes_of_version_1s_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    arguments = pytest.importorskip("llamafactory.v1.config.training_args")
+    path = written(
+        tmp_path / "sft.yaml", {"model": "gpt2", "model_class": "llm", "micro_batch_size": 2, "cutoff_len": 512}
+    )
+    document = changed(path, {"micro_batch": 1, "grad_accum": 2, "checkpoint_ratio": 0})
+    made = arguments.TrainingArguments(
+        **{name: document[name] for name in document if name not in ("model", "model_class")}
+    )
+    assert (made.micro_batch_size, made.global_batch_size, made.enable_activation_checkpointing) == (1, 16, False)
+
+
+AXOLOTL = {
+    "base_model": "gpt2", "datasets": [{"path": "x", "type": "alpaca"}], "sequence_len": 512, "sample_packing": True,
+    "micro_batch_size": 4, "gradient_accumulation_steps": 2, "bf16": "auto", "gradient_checkpointing": True,
+    "learning_rate": 1e-4,
+    "optimizer": "adamw_torch_fused", "attn_implementation": "flash_attention_2", "num_epochs": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plugins", [None, ["axolotl.integrations.spectrum.SpectrumPlugin"]])
+def test_axolotl_takes_changes_of_its_file(plugins, tmp_path):
+    schema = pytest.importorskip("axolotl.utils.schemas.config").AxolotlInputConfig
+    path = written(tmp_path / "a.yaml", AXOLOTL | ({"plugins": plugins} if plugins else {}))
+    document = changed(
+        path, {"micro_batch": 2, "grad_accum": 4, "checkpoint_ratio": 0, "fusion": True, "kernels": True}
+    )
+    liger = pytest.importorskip("axolotl.integrations.liger.args").LigerArgs
+    made = type("WithLiger", (schema, liger), {})(**document)
+    assert (made.micro_batch_size, made.gradient_accumulation_steps, made.torch_compile) == (2, 4, True)
+    assert made.gradient_checkpointing is False
+    assert made.liger_fused_linear_cross_entropy is True
+    assert document["plugins"] == [*(plugins or []), "axolotl.integrations.liger.LigerPlugin"]
+
+
+def test_litgpt_takes_changes_of_its_file(tmp_path):
+    pytest.importorskip("litgpt")
+    from jsonargparse import ArgumentParser
+    from litgpt.finetune.full import setup
+
+    base = {"checkpoint_dir": "checkpoints/a/b", "devices": 4, "precision": "bf16-true",
+            "train": {"micro_batch_size": 4, "global_batch_size": 64, "max_seq_length": 512, "epochs": 1}}  # fmt: skip
+    path = written(tmp_path / "full.yaml", base)
+    document = changed(path, {"micro_batch": 8, "grad_accum": 2, "precision": "bf16"}, devices=4)
+    parser = ArgumentParser()
+    parser.add_function_arguments(setup)
+    made = parser.parse_object(document)
+    assert (made.train.micro_batch_size, made.train.global_batch_size, made.precision) == (8, 64, "bf16-mixed")
+
+
 # -- DeepSpeed, Lightning, torchtitan -------------------------------------------------------------------------
 
 

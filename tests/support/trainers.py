@@ -81,7 +81,9 @@ class Run:
 class Program:
     name: str
     command: str
-    """With {python}, {programs}, {trial_dir}, {batch}, {accumulate}, {global_batch}, {steps} and the `settings`."""
+    """With {python}, {programs}, {trial_dir}, {assets}, {batch}, {accumulate}, {global_batch}, {steps} and the `settings`."""
+    prepare: str | None = None
+    """A command that writes what the program reads to {assets}."""
     batch: int = 8
     """Micro-batch of a rank."""
     accumulate: int = 1
@@ -112,12 +114,20 @@ class Program:
         """Returns the true samples of a step, over all ranks."""
         return self.true_batch or self.batch * self.accumulate * self.ranks
 
-    def text(self, trial_dir: Path) -> str:
+    def text(self, trial_dir: Path, assets: Path) -> str:
         """Returns the command with its settings filled in."""
         sizes = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps, **self.settings}
-        folders = {"programs": PROGRAMS, "trial_dir": trial_dir}
+        folders = {"programs": PROGRAMS, "trial_dir": trial_dir, "assets": assets}
         global_batch = self.batch * self.accumulate * self.ranks
         return self.command.format(python=sys.executable, global_batch=global_batch, **folders, **sizes)
+
+    def write_assets(self, folder: Path) -> None:
+        """Writes the files that the program reads, for the setting `assets`."""
+        folder.mkdir()
+        if self.prepare is not None:
+            words = shlex.split(self.prepare.format(python=sys.executable, programs=PROGRAMS, assets=folder))
+            done = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, **ENVIRONMENT})
+            assert done.returncode == 0, done.stdout + done.stderr
 
     def run(self, folder: Path, environment: Mapping[str, str] | None = None) -> Run:
         """Runs the command in a new `folder` and returns its output and its clocks.
@@ -128,13 +138,15 @@ class Program:
         clocks, trial_dir = folder / "clocks", folder / "trial"
         clocks.mkdir()
         trial_dir.mkdir()
+        self.write_assets(folder / "assets")
         process = subprocess.Popen(
-            shlex.split(self.text(trial_dir)),
+            shlex.split(self.text(trial_dir, folder / "assets")),
             cwd=trial_dir,
             env={
                 **os.environ,
                 **ENVIRONMENT,
                 "CLOCK": str(clocks),
+                "HF_MODULES_CACHE": str(folder / "modules"),
                 **(environment or {}),
             },
             stdout=subprocess.PIPE,
@@ -354,6 +366,18 @@ TABLE = (
         for stage in (0, 2, 3)
     ),
     Program(
+        name="trl-sft",
+        command="{python} -m trl.cli.main sft --model_name_or_path {assets}/model --trust_remote_code"
+        " --dataset_name {assets}/data --output_dir {trial_dir}/model --use_cpu --bf16 false --report_to none"
+        " --save_strategy no --eval_strategy steps --eval_steps 15 --per_device_eval_batch_size 4"
+        " --per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulate} --max_steps {steps}",
+        prepare="{python} {programs}/trl_assets.py {assets}",
+        accumulate=2,
+        activities=EVALUATION,
+        needs=("trl",),
+        slow=True,
+    ),
+    Program(
         name="torchtitan",
         command=f"{TORCHRUN}titan.py --module titan --config tiny --dump_folder {{trial_dir}} --debug.seed 0"
         " --training.local_batch_size {batch} --training.global_batch_size {global_batch} --training.steps {steps}",
@@ -361,6 +385,21 @@ TABLE = (
         steps=20,
         ranks=2,
         needs=("torchtitan", "triton"),
+        slow=True,
+    ),
+    Program(
+        # Its training is bounded by tokens: 40 steps of two micro-batches of 8 samples.
+        name="litgpt",
+        command=f"{SCRIPT}litgpt_pretrain.py pretrain pythia-14m --data litgpt_pretrain.Tokens --out_dir {{trial_dir}}/model"
+        " --model_config.name tiny --model_config.n_layer 2 --model_config.n_embd 32 --model_config.n_head 2"
+        " --model_config.block_size 16 --model_config.vocab_size 128 --model_config.padded_vocab_size 128"
+        " --precision 32-true --devices 1 --logger_name csv --eval.interval 15 --eval.max_iters 2"
+        " --optimizer litgpt_pretrain.TimedAdamW --train.lr_warmup_steps 5 --train.max_tokens {tokens}"
+        " --train.micro_batch_size {batch} --train.global_batch_size {global_batch}",
+        accumulate=2,
+        settings={"tokens": 40 * 8 * 2 * 16},
+        losses=1,
+        needs=("litgpt",),
         slow=True,
     ),
     Program(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -9,9 +10,14 @@ import yaml
 from redline.models.layouts.dcp import dcp_tensors
 from redline.models.layouts.find import LAYOUTS
 from redline.trainer.checkpoint.folder import CheckpointFolder
-from train_commands import GPT2, ended, trained
+from train_commands import GPT2, ended, settings, trained
 
 pytestmark = pytest.mark.timeout(900)
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, resource.RLIM_INFINITY))
+os.execv(sys.executable, [sys.executable, "-m", "redline.cli", *sys.argv[1:]])
+"""
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +121,44 @@ def test_adapters_convert_to_peft_and_merge_to_equal_outputs(run, here, base, ad
     assert code == 2 and "trains adapters: give --to peft, or --merge for a whole model" in " ".join(err.split())
 
 
-# -- starting weights ----------------------------------------------------------------------------------------
-
-
 # -- how it ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_training_whose_last_step_cannot_be_saved_has_failed_and_says_so(start, here):
+    """No file may exceed 250 kB: a checkpoint does, the data's and a log do not."""
+    launcher = [sys.executable, "-c", LIMITED]
+    arguments = trained("train", "llama", "unsaved", "--save-every", 2, steps=4)
+    code, text = start(*arguments, launcher=launcher).wait()
+    text = " ".join(text.split())
+    assert code == 1, text
+    assert "THE CHECKPOINT OF STEP 2 WAS NOT SAVED: OSError: [Errno 27] File too large" in text
+    assert "the training reached step 4, which could not be saved: OSError: [Errno 27] File too large" in text
+    assert "there is no checkpoint, and --resume starts from step 0" in text and "Traceback" not in text
+    assert not list((here / "unsaved" / "checkpoints").iterdir())
+    code, text = start("train", "unsaved", "--resume", *settings(here, keep=1), "--steps", 3).wait()
+    assert code == 0, text
+    code, text = start("train", "unsaved", "--resume", "--steps", 4, launcher=launcher).wait()
+    text = " ".join(text.split())
+    assert code == 1 and "the latest checkpoint is of step 3, and --resume continues from there" in text, text
+    assert [each.name for each in (here / "unsaved" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_what_differs(run, here, base):
+    wider = json.loads((here / "llama" / "config.json").read_text()) | {"intermediate_size": 80, "num_hidden_layers": 3}
+    (here / "wider").mkdir()
+    (here / "wider" / "config.json").write_text(json.dumps(wider))
+    code, out, err = run(*trained("train", "wider", "from-another", "--from", "base", steps=2))
+    text = " ".join((out + err).split())
+    assert code == 2, text
+    assert "/base' is a checkpoint of another model than this llama (LlamaForCausalLM)." in text
+    assert "9 tensors are missing: model.layers.2." in text
+    assert "6 tensors have another shape: model.layers.0.mlp." in text
+    assert "gate_proj.weight with (64, 32) there, (80, 32) in the model" in text
+    assert "Give the model that it was saved from, or another checkpoint" in text and "Traceback" not in text
+    code, out, err = run(*trained("train", "./gpt2", "from-another-family", "--from", "base", steps=2))
+    text = " ".join((out + err).split())
+    assert code == 2 and "transformer.h.0.attn.c_attn.weight" in text and "20 tensors are not in the model" in text, (
+        text
+    )
+    assert not list(here.glob("from-another*/checkpoints/step-*"))

@@ -149,3 +149,15 @@ def test_a_default_of_nothing_has_a_winner_and_no_gain(tmp_path):
     assert found.default.throughput == 0
     assert found.best.throughput > 0 and found.gain is None
     assert "gain" not in repr(found)
+
+
+def test_the_same_seed_gives_the_same_trials():
+    first, second = (tune(speed, make_space(), trials=8, seed=3, sampler="random") for _ in range(2))
+    other = tune(speed, make_space(), trials=8, seed=4, sampler="random")
+    configs = [[trial.config for trial in result.all_trials] for result in (first, second, other)]
+    assert configs[0] == configs[1] != configs[2]
+
+
+def test_direction_min_needs_positive_numbers():
+    with pytest.warns(RuntimeWarning, match="must return a positive number, but returned -1"):
+        tune(lambda config: -1.0, make_space(), direction="min", trials=2)

@@ -67,6 +67,26 @@ def test_a_training_that_prints_nothing_is_measured_and_ended(run):
     assert measured.peak_memory_mib > 50 and measured.seconds_measure >= 1
 
 
+def test_the_last_batch_of_an_epoch_may_be_smaller(run):
+    text = """
+    batch = int(sys.argv[1])
+    data = TensorDataset(torch.randn(6, 8))
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for epoch in range(4000):
+        for (rows,) in DataLoader(data, batch_size=batch):
+            time.sleep(0.004 * len(rows))
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    for size, steps, measured in zip((2, 4), (3, 2), run(text, micro_batches=(2, 4)), strict=True):
+        assert measured.status is Status.OK, measured.reason
+        observed = measured.observed
+        assert (observed["usual_batch"], observed["usual_step"]) == (size, size)
+        assert observed["samples_per_step"] == pytest.approx(6 / steps, rel=0.05)
+
+
 def test_what_is_printed_does_not_count_where_steps_are_observed(run):
     text = """
     from tqdm import tqdm
@@ -104,6 +124,15 @@ def test_another_accumulation_than_the_global_batch_asks_for_is_wrong(run, space
     assert wrong.reason == "it trains with 4 samples a step, not 8"
 
 
+def test_stalls_count_and_are_named(run):
+    (measured,) = run("for step in train(int(sys.argv[1]), cost=0.01): time.sleep(0.2 if step % 10 == 0 else 0)")
+    # Ten steps take 0.3 s at least: 66 samples/s at most, where the median step has up to 200.
+    assert measured.status is Status.OK and measured.throughput < 67
+    median = 2e3 / measured.observed["median_step_ms"]
+    assert median < 200 and 0.2 < measured.throughput / median < 0.5
+    assert measured.reason.startswith("stalls take ") and "of the time: the median step takes 1" in measured.reason
+
+
 def test_a_slow_candidate_is_ended_early(run, space, tmp_path):
     Path("train.py").write_text(TRAINING + "for step in train(int(sys.argv[1]), cost=0.1): pass")
     work = Commands(Command(command=f"{sys.executable} train.py {{micro_batch}}"), space, devices=1)
@@ -130,3 +159,18 @@ def test_a_slow_candidate_is_ended_early(run, space, tmp_path):
 def test_an_out_of_memory_is_known_by_its_type_whatever_is_printed(run, text, reason):
     (measured,) = run(textwrap.dedent(text))
     assert measured.status is Status.OOM and measured.reason.removeprefix("torch.") == reason
+
+
+def test_an_exception_that_ends_the_training_is_the_reason(run):
+    (measured,) = run("for step in train(2):\n    raise ValueError('expected 10 classes')")
+    assert measured.status is Status.CRASH
+    assert measured.reason == "the command exited with code 1: ValueError: expected 10 classes"
+
+
+def test_a_loss_that_is_not_finite_is_wrong(run):
+    text = """
+    for step in train(2):
+        torch.Tensor.square = lambda self: self * float("nan")
+    """
+    (measured,) = run(text)
+    assert measured.status is Status.WRONG and measured.reason == "its loss is nan"

@@ -378,3 +378,50 @@ def test_a_knob_that_a_configuration_lacks_has_its_default(space):
     work = Commands(Command(command="true {micro_batch} {offload}"), space, devices=4)
     assert work.rendered(space.config(micro_batch=1), 0, Path()) == "true 1 none"
     assert work.rendered(space.config(micro_batch=2, offload="cpu"), 0, Path()) == "true 2 cpu"
+
+
+def test_a_speed_in_an_unknown_form_ends_the_trial_with_the_metric_that_reads_it(run, script):
+    begin = time.monotonic()
+    measured, _ = run(
+        script(
+            """
+            for step in range(10_000):
+                print(f"step {step} at 12.5 samples/s", flush=True)
+                time.sleep(0.1)
+            """
+        ),
+        timeout_s=120,
+    )
+    assert measured.status is Status.CRASH and time.monotonic() - begin < 60
+    assert measured.reason.startswith(
+        "no training of it can be observed, and its speed is printed in an unknown form: --metric "
+    )
+    assert "(?P<samples_per_second>" in measured.reason and "reads '12.5' in 'step " in measured.reason
+
+
+def test_samples_of_a_step_follow_from_knobs_or_an_option(space):
+    def work(**more):
+        made = Commands(Command(command="true {micro_batch}", **more), space, devices=4)
+        return made._samples_per_step(made.values(space.config(micro_batch=2), 0, Path()))
+
+    assert work() == 8.0 and work(samples="{micro_batch * 3}") == 6.0 and work(samples="5") == 5.0
+    with pytest.raises(UsageError, match="samples must be a number"):
+        work(samples="many")
+
+
+def test_an_unknown_metric_counts_with_its_last_value(run, script):
+    text = """
+    for speed in (5, 7, 3):
+        print("speed", speed)
+    print("latency 0.25")
+    """
+    measured, _ = run(script(text), metric=[r"speed (?P<speed>\d+)"])
+    assert (measured.throughput, measured.unit) == (3.0, "speed")
+    measured, _ = run(script(text), metric=[r"latency (?P<latency>\S+)", r"speed (?P<speed>\d+)"], direction="min")
+    assert (measured.throughput, measured.unit) == (4.0, "1/latency")
+    assert measured.reason == measured.told == "speed = 3"
+    measured, _ = run(
+        script(text), metric=[r"speed (?P<speed>\d+)", r"latency (?P<latency>\S+)"], require=["latency < 0.2"]
+    )
+    assert measured.status is Status.WRONG
+    assert measured.reason == "latency = 0.25, but `latency < 0.2` is required; speed = 3"
