@@ -91,7 +91,11 @@ def deciding_facts(
         ("length", f"{length:,} tokens" if length else "the model's", of_fact("seq_len", trainer.seq_len, "assumed")),
         ("checkpointing", _checkpointing(config, conventions), of_knob("checkpoint_ratio")),
         ("sharding", _sharding(trainer, degrees), of_knob("zero", *(degrees.keys() - {"dp"}))),
-        ("offload", _offload(config, conventions), of_knob("offload")),
+        (
+            "offload",
+            _offload(config, conventions),
+            written if "offload_activations" in conventions else of_knob("offload"),
+        ),
         ("loss", _loss(config, conventions), of_knob("kernels") if "kernels" in config else f"default of {title}"),
         ("compiled", value_text(config.get("fusion", False)), of_knob("fusion")),
         ("devices", f"{trainer.devices} x {hardware}", of_fact("devices", trainer.devices, "assumed")),
@@ -154,9 +158,12 @@ def _sharding(trainer: TrainerConfig, degrees: Mapping[str, int]) -> str:
 
 
 def _offload(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
-    if config.get("offload", "none") == "none":
-        return "none"
-    return "optimizer, weights and gradients" if conventions.get("offload_weights") else "optimizer"
+    parts = []
+    if config.get("offload", "none") != "none":
+        parts.append("optimizer, weights and gradients" if conventions.get("offload_weights") else "optimizer")
+    if conventions.get("offload_activations"):
+        parts.append("activations")
+    return "; ".join(parts) or "none"
 
 
 def _loss(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:

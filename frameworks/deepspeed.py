@@ -215,6 +215,10 @@ def read(reader: SettingsReader) -> None:
     if reader.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
         reader.conventions["offload_weights"] = True
         reader.knobs["offload"] = "optimizer"
+    for part in ("offload_param", "offload_optimizer"):
+        if reader.get(key := f"zero_optimization.{part}.device") == "nvme":
+            reader.misunderstood(key)
+            reader.note(f"{key} = nvme is predicted like cpu: the disks' speed is not known, and a step takes longer")
     zero, offload = reader.knobs.get("zero"), reader.knobs.get("offload")
     if offload == "optimizer" and zero == 0:
         reader.note(f"{_DEVICE} has no effect at zero_optimization.stage 0: DeepSpeed offloads from stage 1 on")

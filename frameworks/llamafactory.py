@@ -54,6 +54,8 @@ def read(reader: SettingsReader) -> None:
     if reader.flag("neat_packing"):
         reader.set("packing", True)
     read_trainer(reader)
+    if reader.flag("gradient_checkpointing"):  # the Trainer then recomputes, whatever LLaMA-Factory's own switch is
+        reader.knobs["checkpoint_ratio"] = 1
     reader.default("seq_len", 2048)
     if _is_v1(reader) and (total := reader.whole("global_batch_size")) is not None:
         reader.facts["global_batch"] = total

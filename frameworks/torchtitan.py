@@ -385,11 +385,12 @@ def _read_recomputation(reader: SettingsReader) -> None:
 
 def _read_float8(reader: SettingsReader) -> None:
     converters = reader.get("model.converters")
-    if "float8" in str(converters or "") or reader.flag(
-        "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
-    ):
+    reader.get("float8.enable_fsdp_float8_all_gather")
+    if "float8" in str(converters or "") or reader.flag("float8.enable_float8_linear"):
         recipe = str(reader.get("quantize.linear.float8.recipe_name", "float8.recipe_name") or "tensorwise")
         reader.knobs["precision"] = "fp8_rowwise" if recipe == "rowwise" else "fp8"
+    elif any(reader.has(f"float8.{name}") for name in ("enable_fsdp_float8_all_gather", "recipe_name")):
+        reader.note('[float8] has no effect: torchtitan converts layers with model.converters = ["float8"]')
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def hugging_face_workload(
     global_batch: int | None = None,
     data: str | Path | None = None,
     folder: Path | None = None,
+    unread: tuple[str, ...] = (),
 ) -> Workload:
     """Returns the workload that trains an architecture from scratch, on inputs of its task.
 
@@ -41,6 +42,7 @@ def hugging_face_workload(
         global_batch: samples of one optimizer step; None for 32.
         data: a text file; None for random tokens.
         folder: folder that may contain a tokenizer.
+        unread: fields of its configuration that its class does not have.
 
     Raises:
         WorkloadError: the architecture cannot be built; it has fewer than `seq_len` positions or fewer than two classes; the
@@ -55,6 +57,7 @@ def hugging_face_workload(
         batch=inputs.batch,
         loss=inputs.loss,
         schedule=schedule_of(architecture.model_type),
+        unread=unread,
         seq_len=inputs.seq_len,
         global_batch=global_batch if global_batch is not None else DEFAULT_GLOBAL_BATCH,
         identity={

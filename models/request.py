@@ -246,10 +246,11 @@ def resolve(
     else:
         sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
         workload = resolve_workload(request.target, **sizes, data=request.data, lora=request.lora)
+    notes = unread_fields(workload)
     accumulation = free_accumulation(workload, request.given_space, request.global_batch, request.override, request.fix)
-    notes: tuple[str, ...] = ()
     if accumulation is None:
-        workload, notes = shared(workload, devices, target=request.target, requested=request.global_batch)
+        workload, batch_notes = shared(workload, devices, target=request.target, requested=request.global_batch)
+        notes += batch_notes
 
     def default(allow: tuple[str, ...]) -> Space:
         return make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
@@ -269,6 +270,13 @@ def resolve(
         free_batch=accumulation is not None,
         notes=notes + space_notes,
     )
+
+
+def unread_fields(workload: Workload) -> tuple[str, ...]:
+    """Returns a note about the fields of a config.json that its class does not have, if there are any."""
+    if not workload.unread:
+        return ()
+    return (f"not read, since the model's class has no such fields: {', '.join(workload.unread)}",)
 
 
 def _check_attention(space: Space, available: Sequence[str]) -> None:

@@ -20,6 +20,8 @@ from .workload import Workload, default_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
+_ABOUT_FILES = frozenset({"auto_map", "transformers_version", "quantization_config", "torch_dtype", "model_type"})
+"""Fields of a config.json that are about its folder, or that no class declares."""
 _NAMED = re.compile(r"(?P<path>.+):(?P<name>\w*)", re.DOTALL)
 CONNECT_SECONDS = 3  # without a network, a name is refused soon
 
@@ -265,28 +267,69 @@ def _of_contents(
             configuration = configuration_class.from_dict(dict(content))
         except refusals() as error:
             raise WorkloadError(f"{where} is not a valid {model_type} configuration: {one_line(error)}") from error
-    _refuse_misspelt(content, configuration_class, where)
-    return hugging_face_workload(from_configuration(configuration, where), name=name, spec=spec, folder=folder, **given)
+    unread = _unread(content, configuration_class, where)
+    _check_heads(configuration, where)
+    return hugging_face_workload(
+        from_configuration(configuration, where), name=name, spec=spec, folder=folder, unread=unread, **given
+    )
 
 
-def _refuse_misspelt(content: Mapping[str, Any], configuration_class: Any, where: str) -> None:
-    """Refuses fields with almost the name of an absent one. transformers keeps fields that it does not know, and the class's
-    default in place of the one that was meant.
+def _unread(content: Mapping[str, Any], configuration_class: Any, where: str) -> tuple[str, ...]:
+    """Returns the fields that the class does not have and that change nothing else in it. transformers keeps them, and the
+    class's default in place of the field that was meant.
 
     Raises:
-        WorkloadError: there is one.
+        WorkloadError: one of them has almost the name of an absent field.
     """
     aliases = configuration_class.attribute_map
     # Not `fields()`: configurations are data classes only since transformers 5.5.
     parameters = {name for part in configuration_class.__mro__ for name in signature(part.__init__).parameters}
-    known = parameters | aliases.keys() | set(aliases.values())
+    known = parameters | aliases.keys() | set(aliases.values()) | _ABOUT_FILES
     public = {name for name in known | content.keys() if not name.startswith("_")}
     absent = public - content.keys()
-    for name in public - known:
-        # A class may also have a field as a property.
-        if not hasattr(configuration_class, name) and (near := get_close_matches(name, absent, n=1, cutoff=MISSPELT)):
+    whole = configuration_class.from_dict(dict(content)).to_dict()
+    unread = []
+    for name in sorted(public - known):
+        without = configuration_class.from_dict({key: value for key, value in content.items() if key != name}).to_dict()
+        # A class may have a field as a property, set it itself, or make others from it.
+        if hasattr(configuration_class, name) or without != {key: value for key, value in whole.items() if key != name}:
+            continue
+        if near := [field for field in absent if one_edit(name, field)] or get_close_matches(name, absent, 1, MISSPELT):
             raise WorkloadError(
                 f"{where}: '{name}' is not a field of a {configuration_class.model_type}; did you mean '{near[0]}'?"
+            )
+        unread.append(name)
+    for part, part_class in configuration_class.sub_configs.items():
+        if isinstance(inner := content.get(part), Mapping) and hasattr(part_class, "attribute_map"):  # not AutoConfig
+            unread += [f"{part}.{name}" for name in _unread(inner, part_class, f"{where}: {part}")]
+    return tuple(unread)
+
+
+def one_edit(name: str, other: str) -> bool:
+    """True if one letter is wrong, missing or too much, or two are exchanged, in a name of six letters or more."""
+    begin = _shared(name, other)
+    end = _shared(name[begin:][::-1], other[begin:][::-1])
+    parts = name[begin : len(name) - end], other[begin : len(other) - end]
+    exchanged = len(parts[0]) == 2 and parts[0] == parts[1][::-1]
+    return min(len(name), len(other)) >= 6 and (exchanged or max(map(len, parts)) == 1)
+
+
+def _shared(name: str, other: str) -> int:
+    """Returns the number of letters that two names begin with."""
+    return next(
+        (place for place, (letter, its) in enumerate(zip(name, other)) if letter != its), min(len(name), len(other))
+    )
+
+
+def _check_heads(configuration: Any, where: str) -> None:
+    """Raises WorkloadError if the heads of keys and values do not divide those of queries."""
+    for part in (configuration, *(getattr(configuration, name, None) for name in configuration.sub_configs)):
+        # Not `getattr`, which classes with other numbers in each layer refuse.
+        fields = {} if part is None else vars(part)
+        heads, shared = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+        if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+            raise WorkloadError(
+                f"{where}: num_key_value_heads must divide num_attention_heads ({heads}), but got {shared}"
             )
 
 

@@ -91,6 +91,8 @@ class Workload:
     """Identity, JSON-ready, for `id`; None takes the source text of its functions."""
     source: "WorkloadSource | None" = None
     """File that it comes from; if set, copies in other processes are made by running that text again."""
+    unread: tuple[str, ...] = ()
+    """Fields of its config.json that the model's class does not have; a note names them."""
     known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
     """Cached results of functions of the workload, see `once`."""
     here: dict[str, Any] = field(init=False, repr=False, default_factory=dict)

@@ -181,7 +181,7 @@ def lines_for(metrics: Sequence[str]) -> Lines:
     requested: list[str] = []
     for option in metrics:
         # Names in JSON lines may contain slashes, brackets and spaces, but not these characters.
-        if _PATTERN_CHARACTERS.search(option):
+        if _PATTERN_CHARACTERS.search(option) or option.count("(") != option.count(")"):
             pattern = _pattern(option)
             patterns.append(pattern)
             requested += [name for name in pattern.groupindex if name not in requested]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...base.errors import SpaceError, UsageError, unknown
 from ...knobs.text import value_text
-from ...space.expression import Expression
+from ...space.expression import Expression, Operation
 from ...space.grammar import CONSTANTS, parse
 from ...space.values import FLAG
 
@@ -148,6 +148,11 @@ class Template:
         """The knobs and names of `PLACEHOLDERS` that it uses."""
         return frozenset(name for piece in self.pieces if not isinstance(piece, str) for name in piece.names)
 
+    @property
+    def computed(self) -> tuple[Expression, ...]:
+        """Its arithmetic expressions, which may have no value."""
+        return tuple(piece for piece in self.pieces if isinstance(piece, Operation))
+
     def value(self, values: Mapping[str, Any]) -> Any:
         """Returns the value of a text that is a single expression, otherwise the filled text."""
         if len(self.pieces) == 1 and not isinstance(only := self.pieces[0], str):
@@ -197,8 +202,16 @@ class CommandLine:
     @property
     def names(self) -> frozenset[str]:
         """The knobs and names of `PLACEHOLDERS` that it uses."""
-        templates = (*self.words, *(value for _, value in self.environment))
-        return frozenset(name for template in templates for name in template.names)
+        return frozenset(name for template in self._templates for name in template.names)
+
+    @property
+    def computed(self) -> tuple[Expression, ...]:
+        """Its arithmetic expressions."""
+        return tuple(expression for template in self._templates for expression in template.computed)
+
+    @property
+    def _templates(self) -> tuple[Template, ...]:
+        return *self.words, *(value for _, value in self.environment)
 
     def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
         """Returns the command for a shell, with environment variables in front."""
@@ -230,6 +243,11 @@ class ShellLine:
     def names(self) -> frozenset[str]:
         """The knobs and names of `PLACEHOLDERS` that it uses."""
         return self.template.names
+
+    @property
+    def computed(self) -> tuple[Expression, ...]:
+        """Its arithmetic expressions."""
+        return self.template.computed
 
     def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
         """Returns the command for a shell, with environment variables in front."""

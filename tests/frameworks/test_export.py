@@ -133,7 +133,7 @@ TUNED = {"micro_batch": 4, "precision": "fp32", "checkpoint_ratio": 0, "fusion":
         ),
         (
             "lightning",
-            {"precision": "bf16", "grad_accum": 2, "zero": 3},
+            {"precision": "bf16", "grad_accum": 2, "zero": 2},
             {"trainer": {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "strategy": "fsdp"}},
         ),
         (

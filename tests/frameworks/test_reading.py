@@ -1162,3 +1162,37 @@ def test_a_script_of_another_kind_of_model_is_named():
     }
     assert any("another kind of model (bert)" in note for note in notes["pretrain_bert.py"])
     assert not any("another kind" in note for note in notes["pretrain_gpt.py"])
+
+
+def test_fsdp_of_lightning_without_a_policy_is_one_unit_and_its_offload_that_of_shards():
+    lightning = find_framework("lightning")
+    plain = lightning.reading({"trainer.strategy": "fsdp"}, "x")
+    assert plain.facts["one_unit"] and plain.knobs["zero"] == 2 and "without auto_wrap_policy" in " ".join(plain.notes)
+    arguments = {"auto_wrap_policy": ["a.Block"], "cpu_offload": True, "sharding_strategy": "FULL_SHARD"}
+    settings = {f"trainer.strategy.init_args.{name}": value for name, value in arguments.items()}
+    wrapped = lightning.reading({"trainer.strategy.class_path": "lightning.FSDPStrategy", **settings}, "x")
+    assert "one_unit" not in wrapped.facts and wrapped.knobs["zero"] == 3
+    assert wrapped.knobs["offload"] == "optimizer" and wrapped.conventions["offload_weights"]
+
+
+def test_offload_to_nvme_has_no_speed_in_the_estimate():
+    section = {"stage": 3, "offload_param.device": "nvme"}
+    reader = find_framework("deepspeed").reading(
+        {f"zero_optimization.{name}": value for name, value in section.items()}, "x"
+    )
+    assert reader.facts["unread"] == {"zero_optimization.offload_param.device": "nvme"}
+
+
+@pytest.mark.parametrize(("converters", "precision"), [(None, "bf16"), (["float8"], "fp8")])
+def test_a_section_of_float8_needs_its_converter(converters, precision):
+    settings = {"model.converters": converters, "float8.enable_fsdp_float8_all_gather": True}
+    reader = find_framework("torchtitan").reading({name: value for name, value in settings.items() if value}, "x")
+    assert reader.knobs.get("precision", "bf16") == precision
+    assert any("[float8] has no effect" in note for note in reader.notes) is (precision == "bf16")
+
+
+def test_the_trainers_own_checkpointing_counts_beside_llamafactorys_switch():
+    settings = {"disable_gradient_checkpointing": True, "gradient_checkpointing": True}
+    assert find_framework("llamafactory").reading(settings, "x").knobs["checkpoint_ratio"] == 1
+    settings["gradient_checkpointing"] = False
+    assert find_framework("llamafactory").reading(settings, "x").knobs["checkpoint_ratio"] == 0

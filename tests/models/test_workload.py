@@ -6,8 +6,10 @@ from itertools import count
 
 import pytest
 import torch
+from redline.base.device import Device
 from redline.base.errors import WorkloadError
 from redline.models import Workload, flops_of, make_space, reduction, workload
+from redline.models.request import TrainingRequest, resolve as resolve_request
 from redline.space import Space
 from redline.training import Training
 from torch import nn
@@ -279,10 +281,35 @@ def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
     assert float(made.step()) == expected
 
 
-def test_a_misspelt_field_of_a_configuration_is_refused_with_the_nearest(tmp_path):
-    sizes = {"hidden_sizee": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "of_our_own": 1, **sizes})
-    )
-    with pytest.raises(WorkloadError, match="'hidden_sizee' is not a field of a llama; did you mean 'hidden_size'"):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_sizee": 64}, "'hidden_sizee' is not a field of a llama; did you mean 'hidden_size'"),
+        ({"hidden_sise": 64}, "did you mean 'hidden_size'"),
+        ({"hidden_size": 64, "vocab_sise": 100}, "did you mean 'vocab_size'"),
+        ({"hidden_size": 64, "num_key_value_heads": 3}, r"must divide num_attention_heads \(4\), but got 3"),
+    ],
+)
+def test_a_field_of_a_configuration_that_is_misspelt_or_impossible_is_refused(tmp_path, fields, message):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, **fields}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "of_our_own": 1, **sizes}))
+    with pytest.raises(WorkloadError, match=message):
         workload(tmp_path / "config.json")
+
+
+def test_fields_that_a_class_does_not_have_are_named(tmp_path):
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "intermediate_size": 64,
+    }
+    more = {"num_kv_heads": 2, "rope_theta": 1e5, "auto_map": {}, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **more}))
+    assert workload(tmp_path / "config.json").unread == ("num_kv_heads",)
+    request = TrainingRequest(tmp_path / "config.json", devices=1)
+    cpu = Device(type="cpu", name="cpu", count=1, memory_mib=8000)
+    assert (
+        "not read, since the model's class has no such fields: num_kv_heads" in resolve_request(request, cpu, 1).notes
+    )

@@ -369,6 +369,8 @@ def taking(make_request: Callable[Given, Request]) -> Callable[[Callable[[Reques
             for name in kwargs:
                 if (advice := replacement("argument", name)) is not None:
                     raise TypeError(f"{function.__name__}(): {advice}")
+                if name in _PYTHON:
+                    raise TypeError(f"{function.__name__}(): the option --{name} is the argument {_PYTHON[name]}")
                 if name not in names:
                     raise TypeError(
                         f"{function.__name__}() got an unknown argument '{name}'{nearest(name, names) or '.'}"

@@ -178,6 +178,8 @@ def _command_task(target: Command, request: TrainingRequest, common: dict[str, A
         ranks=request.devices,
         workload=workload,
     )
+    for expression in command.computed:
+        space.require(expression == expression, f"{expression} has a value")  # one without a value equals nothing
     if not space.knobs:
         common["notes"] += (
             "the command has no knob, so it is measured once: write {micro_batch} or any other name where a value belongs, and "

@@ -78,7 +78,7 @@ def test_only_options_of_the_same_name_count_as_given():
             "so grad_accum cannot vary",
         ),
         ("litgpt", "sh t.sh", {"precision": ["fp16"]}, "accepts precision as fp32, bf16, bf16_pure, but got fp16"),
-        ("lightning", "sh t.sh", {"zero": [1]}, "accepts zero as 0, 3, but got 1"),
+        ("lightning", "sh t.sh", {"zero": [1]}, "accepts zero as 0, 2, but got 1"),
         ("axolotl", "sh train t.yml", {"checkpoint_ratio": [0.5]}, "checkpoint_ratio as 0, 1, but got 0.5"),
         ("trainer", "sh t.sh", {"precision": ["bf16_pure"]}, "as fp32, bf16, fp16, but got bf16_pure"),
     ],

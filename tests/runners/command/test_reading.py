@@ -76,6 +76,7 @@ def test_the_first_metric_that_is_asked_for_is_the_objective():
     ("text", "says"),
     [
         ("(?P<speed>", "is not a valid regular expression"),
+        ("loss (", "is not a valid regular expression"),
         (r"speed: (\d+)", "has no named group; write one for the number"),
         ("speed: ([0-9.]+)", "has no named group; write one for the number"),
     ],
