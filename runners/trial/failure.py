@@ -43,7 +43,11 @@ _OOM_SENTENCES = (
     # triton/third_party/nvidia/backend/driver.c
     r"Triton Error \[(CUDA|HIP)\]: out of memory",
 )
-_OOM_TEXT = re.compile("|".join(f"(?:{sentence})" for sentence in _OOM_SENTENCES) + r"|\A\s*std::bad_alloc\s*\Z")
+# torch.compile raises an error of its own, without its cause, with the name and the text of the first (torch/_dynamo/exc.py).
+_COMPILING = r"|\A(?:backend='[^']*' raised:\s*)?MemoryError:"
+_OOM_TEXT = re.compile(
+    "|".join(f"(?:{sentence})" for sentence in _OOM_SENTENCES) + r"|\A\s*std::bad_alloc\s*\Z" + _COMPILING
+)
 # Printed by libstdc++, libgomp and OpenBLAS before they end the process.
 _FATAL_OOM = re.compile(
     rf"what\(\): *(std::bad_alloc|[^\n]*(?:{'|'.join(_OOM_SENTENCES[:4])}))"

@@ -28,6 +28,8 @@ NOTE = "\nCUDA kernel errors might be asynchronously reported at some other API 
     [
         MemoryError(),
         OutOfMemory("by hand"),
+        torch._dynamo.exc.InternalTorchDynamoError("MemoryError: \n\nfrom user code:\n   File x.py"),
+        torch._dynamo.exc.BackendCompilerFailed(lambda: None, MemoryError(), None),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
         RuntimeError("CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity)"),
         RuntimeError(
