@@ -132,6 +132,36 @@ def not_installed(package: str, extra: str) -> str | None:
     return f"{package} is not installed: pip install 'redline[{extra}]'"
 
 
+MISSPELT = 0.93
+"""Similarity of names, by `difflib`, from which one is a misspelling of the other: a missing letter in 8, a wrong one in 15."""
+
+
+def meant(name: str, absent: Iterable[str]) -> str | None:
+    """Returns the absent name of which a name is most likely a misspelling; None if there is none.
+
+    >>> meant("hidden_sise", ["hidden_act", "hidden_size"]), meant("seed", ["sped"])
+    ('hidden_size', None)
+    """
+    names = sorted(absent)
+    slips = [other for other in names if _one_slip(name, other)]
+    return next(iter(slips or get_close_matches(name, names, n=1, cutoff=MISSPELT)), None)
+
+
+def _one_slip(name: str, other: str) -> bool:
+    """True if one letter is wrong, missing or too much, or two are exchanged, in names of six letters or more."""
+    begin = _shared(name, other)
+    end = _shared(name[begin:][::-1], other[begin:][::-1])
+    rest, its_rest = name[begin : len(name) - end], other[begin : len(other) - end]
+    exchanged = len(rest) == 2 and rest == its_rest[::-1]
+    return min(len(name), len(other)) >= 6 and (exchanged or max(len(rest), len(its_rest)) == 1)
+
+
+def _shared(name: str, other: str) -> int:
+    """Returns the number of letters that two names begin with."""
+    same = (letter == its_letter for letter, its_letter in zip(name, other))
+    return next((place for place, equal in enumerate(same) if not equal), min(len(name), len(other)))
+
+
 def nearest(name: object, known: Iterable[object]) -> str:
     """Returns `; did you mean 'NAME'?` with the nearest known name; empty if none is similar."""
     near = get_close_matches(str(name), sorted(str(candidate) for candidate in known), n=1, cutoff=0.5)

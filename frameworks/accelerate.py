@@ -284,6 +284,7 @@ def read(reader: SettingsReader) -> None:
                 reader.knobs[knob] = degree
     if engine == "DEEPSPEED":
         offloads = str(reader.get("deepspeed_config.offload_param_device") or "none") != "none"
+        deepspeed.list_nvme(reader, *(f"deepspeed_config.offload_{part}_device" for part in ("param", "optimizer")))
         deepspeed.read_engine(reader)
         reader.conventions["offload_weights"] = offloads
     processes = reader.whole("num_processes")

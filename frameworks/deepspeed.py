@@ -215,10 +215,7 @@ def read(reader: SettingsReader) -> None:
     if reader.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
         reader.conventions["offload_weights"] = True
         reader.knobs["offload"] = "optimizer"
-    for part in ("offload_param", "offload_optimizer"):
-        if reader.get(key := f"zero_optimization.{part}.device") == "nvme":
-            reader.misunderstood(key)
-            reader.note(f"{key} = nvme is predicted like cpu: the disks' speed is not known, and a step takes longer")
+    list_nvme(reader, _DEVICE, "zero_optimization.offload_param.device")
     zero, offload = reader.knobs.get("zero"), reader.knobs.get("offload")
     if offload == "optimizer" and zero == 0:
         reader.note(f"{_DEVICE} has no effect at zero_optimization.stage 0: DeepSpeed offloads from stage 1 on")
@@ -237,6 +234,16 @@ def read(reader: SettingsReader) -> None:
     bucket = number(reader.get("zero_optimization.reduce_bucket_size"))
     if isinstance(bucket, int | float) and 1e6 <= bucket <= 1e10:
         reader.conventions["bucket_mib"] = 2 * bucket / 2**20  # elements of 16 bits
+
+
+def list_nvme(reader: SettingsReader, *keys: str) -> None:
+    """Lists settings that offload to disks as not read: the estimate knows no disk's speed."""
+    for key in keys:
+        if "nvme" in str(reader.get(key)):
+            reader.misunderstood(key)
+            reader.note(
+                f"{key} = {reader.get(key)} is predicted like cpu: a step takes longer, by the speed of the disks"
+            )
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:

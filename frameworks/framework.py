@@ -9,19 +9,17 @@ underscores.
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import meant
 from ..knobs.strategy import STANDARD, Strategy
 
 Settings = Mapping[str, Any]
 """Settings of a file or command by name."""
 MOST = 10**12
 """Larger numbers are not sizes of a training."""
-MISSPELT = 0.93
-"""Similarity of names, by `difflib`, from which one is a misspelling of the other: a missing letter in 8, a wrong one in 15."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
 
 
@@ -214,8 +212,8 @@ class SettingsReader:
         """Settings that nothing looked up, each with the absent setting of almost the same name that was looked up."""
         absent = self._looked_up - self._given
         for key in self._given - self._looked_up:
-            if near := get_close_matches(key, absent, n=1, cutoff=MISSPELT):
-                yield self._plain[key][0], near[0]
+            if (near := meant(key, absent)) is not None:
+                yield self._plain[key][0], near
 
     def set(self, key: str, value: Any) -> None:
         """Adds a setting that follows from others or is a default, unless it is present."""
@@ -422,8 +420,8 @@ class Framework:
                     f"{reader.name(unknown)} = {reader.get(unknown)} is not a value of {knob} that redline knows"
                 )
                 reader.misunderstood(unknown)
-        for name, meant in sorted(reader.misspelt()):
-            reader.note(f"{name} is not a setting that redline reads; did you mean {meant}?")
+        for name, near in sorted(reader.misspelt()):
+            reader.note(f"{name} is not a setting that redline reads; did you mean {near}?")
         reader.facts["unread"] = reader.unread(harmless_settings(self.name))
         return reader
 

@@ -175,6 +175,8 @@ def read(reader: SettingsReader) -> None:
             reader.knobs["offload"] = "optimizer"
             reader.conventions["offload_weights"] = True
         reader.conventions |= deepspeed.conventions(reader.knobs)
+        offloads = (f"{_ARGUMENTS}offload_{part}_device" for part in ("params", "optimizer"))
+        deepspeed.list_nvme(reader, "trainer.strategy", *offloads)
     if "ModelParallel" in name:
         if (dp := reader.whole(f"{_ARGUMENTS}data_parallel_size")) is not None:
             reader.knobs["dp"] = dp

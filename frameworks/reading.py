@@ -275,8 +275,8 @@ _FLAGS = frozenset((
 ))  # fmt: skip
 """Options of launchers without a value."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
-_OTHER_MODELS = re.compile(r"(bert|t5|vlm|vision|retro|ict|mamba|multimodal)")
-"""Parts of names of Megatron-LM's scripts that build other models than a GPT."""
+_OTHER_MODELS = re.compile(r"(?<![a-z])(bert|t5|vlm|vision|retro|ict|mamba|multimodal)(?![a-z])")
+"""Words in names of Megatron-LM's scripts and their folders that build other models than a GPT."""
 _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=((?!.*,\w+=).*)", re.DOTALL)
 _PAIRS = ("optim_args",)
 """Options whose value is `name=value,...`."""
@@ -403,7 +403,8 @@ def _read_command(
         }
         facts = _merge_facts(_merge_facts(further, facts), {"unread": user_settings})
     else:
-        if framework.name == "megatron" and (kind := _OTHER_MODELS.search(command[0] if command else "")):
+        script_name = "/".join(Path(command[0]).parts[-2:]) if command and "gpt" not in program else ""
+        if framework.name == "megatron" and (kind := _OTHER_MODELS.search(script_name)):
             note = f"{program} trains another kind of model ({kind[1]}): its flags are read as those of a GPT"
             facts = _merge_facts({"notes": [note]}, facts)
         if program in ("litgpt", "trl") and len(command) > 1:

@@ -28,10 +28,8 @@ _OTHERS = (
     "wget",
 )
 """Programs of scripts that start no training."""
-_MOST_WORDS, _DEEPEST = (
-    20_000,
-    4,
-)  # bounds of scripts that call themselves; trainers have some hundred words
+_MOST_WORDS = 20_000  # of a command; trainers have some hundred
+_DEEPEST = 4  # calls in each other, as a script may call itself
 _NAME = re.compile(r"(?:export|local|declare|readonly|typeset)?(?:\s+-\w+)*\s*([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _PAIR = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)

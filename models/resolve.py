@@ -10,9 +10,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ..base.errors import WorkloadError, nearest
+from ..base.errors import WorkloadError, meant, nearest
 from ..base.reading import absolute
-from ..frameworks.framework import MISSPELT
 from .architecture import Architecture, one_line
 from .refusal import refuse_unlisted, unknown_type
 from .server_model import ServerModel
@@ -130,9 +129,9 @@ def _file_of(text: str) -> Path | None:
     # A family's name refers to models of full size.
     full = [name for name in PRESETS if len(text) > 2 and name.startswith(text.lower()) and not name.endswith("-tiny")]
     near = (full + [name for name in get_close_matches(text.lower(), PRESETS, n=3, cutoff=0.5) if name not in full])[:3]
-    meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
     raise WorkloadError(
-        f"unknown model '{text}'{meant} `redline models` lists the names. A folder or config.json, a hub id (owner/name) or "
+        f"unknown model '{text}'{hint} `redline models` lists the names. A folder or config.json, a hub id (owner/name) or "
         "FILE.py:NAME works too."
     )
 
@@ -265,9 +264,9 @@ def _of_contents(
         configuration_class = transformers.CONFIG_MAPPING[model_type]
         try:
             configuration = configuration_class.from_dict(dict(content))
+            unread = _unread(content, configuration_class, where)
         except refusals() as error:
             raise WorkloadError(f"{where} is not a valid {model_type} configuration: {one_line(error)}") from error
-    unread = _unread(content, configuration_class, where)
     _check_heads(configuration, where)
     return hugging_face_workload(
         from_configuration(configuration, where), name=name, spec=spec, folder=folder, unread=unread, **given
@@ -287,38 +286,23 @@ def _unread(content: Mapping[str, Any], configuration_class: Any, where: str) ->
     known = parameters | aliases.keys() | set(aliases.values()) | _ABOUT_FILES
     public = {name for name in known | content.keys() if not name.startswith("_")}
     absent = public - content.keys()
-    whole = configuration_class.from_dict(dict(content)).to_dict()
+    unknown = sorted(name for name in public - known if not hasattr(configuration_class, name))  # it may be a property
+    whole = configuration_class.from_dict(dict(content)).to_dict() if unknown else {}
     unread = []
-    for name in sorted(public - known):
+    for name in unknown:
         without = configuration_class.from_dict({key: value for key, value in content.items() if key != name}).to_dict()
-        # A class may have a field as a property, set it itself, or make others from it.
-        if hasattr(configuration_class, name) or without != {key: value for key, value in whole.items() if key != name}:
+        # A class may set a field itself, or make others from it.
+        if without != {key: value for key, value in whole.items() if key != name}:
             continue
-        if near := [field for field in absent if one_edit(name, field)] or get_close_matches(name, absent, 1, MISSPELT):
+        if (near := meant(name, absent)) is not None:
             raise WorkloadError(
-                f"{where}: '{name}' is not a field of a {configuration_class.model_type}; did you mean '{near[0]}'?"
+                f"{where}: '{name}' is not a field of a {configuration_class.model_type}; did you mean '{near}'?"
             )
         unread.append(name)
     for part, part_class in configuration_class.sub_configs.items():
         if isinstance(inner := content.get(part), Mapping) and hasattr(part_class, "attribute_map"):  # not AutoConfig
             unread += [f"{part}.{name}" for name in _unread(inner, part_class, f"{where}: {part}")]
     return tuple(unread)
-
-
-def one_edit(name: str, other: str) -> bool:
-    """True if one letter is wrong, missing or too much, or two are exchanged, in a name of six letters or more."""
-    begin = _shared(name, other)
-    end = _shared(name[begin:][::-1], other[begin:][::-1])
-    parts = name[begin : len(name) - end], other[begin : len(other) - end]
-    exchanged = len(parts[0]) == 2 and parts[0] == parts[1][::-1]
-    return min(len(name), len(other)) >= 6 and (exchanged or max(map(len, parts)) == 1)
-
-
-def _shared(name: str, other: str) -> int:
-    """Returns the number of letters that two names begin with."""
-    return next(
-        (place for place, (letter, its) in enumerate(zip(name, other)) if letter != its), min(len(name), len(other))
-    )
 
 
 def _check_heads(configuration: Any, where: str) -> None:

@@ -37,6 +37,11 @@ class TrialFile:
         """The knobs and names of `PLACEHOLDERS` that it uses."""
         return frozenset(name for template in _templates(self.document) for name in template.names)
 
+    @property
+    def divisions(self) -> tuple[Expression, ...]:
+        """Its expressions that may have no value."""
+        return tuple(expression for template in _templates(self.document) for expression in template.divisions)
+
     def write(self, folder: Path, values: Mapping[str, Any]) -> Path:
         """Writes the file for a trial and returns its path."""
         path = folder / self.name

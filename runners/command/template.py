@@ -112,6 +112,12 @@ def _is_options(piece: _Piece, values: Mapping[str, Any]) -> bool:
     return not piece.names and value_text(piece.evaluate(values)).startswith("-")
 
 
+def _may_lack_value(expression: Expression) -> bool:
+    return isinstance(expression, Operation) and (
+        expression.operator.sign in ("/", "//", "%", "**") or any(map(_may_lack_value, expression.arguments))
+    )
+
+
 @dataclass(frozen=True)
 class Template:
     """A text with expressions in it."""
@@ -149,9 +155,9 @@ class Template:
         return frozenset(name for piece in self.pieces if not isinstance(piece, str) for name in piece.names)
 
     @property
-    def computed(self) -> tuple[Expression, ...]:
-        """Its arithmetic expressions, which may have no value."""
-        return tuple(piece for piece in self.pieces if isinstance(piece, Operation))
+    def divisions(self) -> tuple[Expression, ...]:
+        """Its expressions that may have no value, as after a division by zero."""
+        return tuple(piece for piece in self.pieces if isinstance(piece, Expression) and _may_lack_value(piece))
 
     def value(self, values: Mapping[str, Any]) -> Any:
         """Returns the value of a text that is a single expression, otherwise the filled text."""
@@ -205,9 +211,9 @@ class CommandLine:
         return frozenset(name for template in self._templates for name in template.names)
 
     @property
-    def computed(self) -> tuple[Expression, ...]:
-        """Its arithmetic expressions."""
-        return tuple(expression for template in self._templates for expression in template.computed)
+    def divisions(self) -> tuple[Expression, ...]:
+        """Its expressions that may have no value."""
+        return tuple(expression for template in self._templates for expression in template.divisions)
 
     @property
     def _templates(self) -> tuple[Template, ...]:
@@ -245,9 +251,9 @@ class ShellLine:
         return self.template.names
 
     @property
-    def computed(self) -> tuple[Expression, ...]:
-        """Its arithmetic expressions."""
-        return self.template.computed
+    def divisions(self) -> tuple[Expression, ...]:
+        """Its expressions that may have no value."""
+        return self.template.divisions
 
     def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
         """Returns the command for a shell, with environment variables in front."""

@@ -127,9 +127,8 @@ class Commands(Work):
         )
         self.names = frozenset(name for template in templates for name in template.names)
         """The knobs and names of `PLACEHOLDERS` that it uses."""
-        filled = (self._line, *(value for _, value in self._environment))
-        self.computed = tuple(expression for template in filled for expression in template.computed)
-        """Arithmetic expressions in the command. For some configurations they may have no value, as after a division by zero."""
+        self.divisions = tuple(expression for template in templates for expression in template.divisions)
+        """Its expressions that may have no value for some configurations, as after a division by zero."""
         if "global_batch" in self.names and global_batch is None:
             raise UsageError("the command uses {global_batch}: set it with --global-batch")
         if global_batch is not None and not self.names & {"global_batch", "grad_accum"} and self._samples is None:

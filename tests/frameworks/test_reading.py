@@ -1175,6 +1175,44 @@ def test_fsdp_of_lightning_without_a_policy_is_one_unit_and_its_offload_that_of_
     assert wrapped.knobs["offload"] == "optimizer" and wrapped.conventions["offload_weights"]
 
 
+@pytest.mark.parametrize(
+    ("framework", "settings"),
+    [
+        ("accelerate", {"deepspeed_config.offload_param_device": "nvme"}),
+        ("lightning", {"trainer.strategy": "deepspeed_stage_3_offload_nvme"}),
+    ],
+)
+def test_offload_to_nvme_is_listed_wherever_deepspeed_is_configured(framework, settings):
+    engine = {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": 3} if framework == "accelerate" else {}
+    reader = find_framework(framework).reading({**engine, **settings}, "x")
+    assert reader.facts["unread"] == settings
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("/home/victor/vision/pretrain_gpt.py", None),
+        ("/predict/megatron/train.py", None),
+        ("/m/pretrain_bert.py", "bert"),
+        ("/m/examples/multimodal/train.py", "multimodal"),
+    ],
+)
+def test_another_kind_of_megatrons_models_is_told_by_words_of_its_script(command, kind):
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --seq-length 64"
+    notes = read(f"python {command} {flags} --tensor-model-parallel-size 1 --max-position-embeddings 64").notes
+    told = [note for note in notes if "another kind of model" in note]
+    assert bool(told) is (kind is not None) and all(f"({kind})" in note for note in told)
+
+
+def test_a_setting_with_one_wrong_letter_is_noted():
+    reader = find_framework("trainer").reading({"gradient_acumulation_steps": 4, "bf61": True, "max_stepz": 3}, "x")
+    noted = " ".join(reader.notes)
+    assert (
+        "gradient_acumulation_steps is not a setting that redline reads; did you mean gradient_accumulation_steps"
+        in noted
+    )
+
+
 def test_offload_to_nvme_has_no_speed_in_the_estimate():
     section = {"stage": 3, "offload_param.device": "nvme"}
     reader = find_framework("deepspeed").reading(

@@ -4,14 +4,19 @@ import re
 
 import pytest
 import redline as rl
+from redline.base.device import Device
 from redline.base.errors import SpaceError, StudyError
 from redline.cli.main import main, redline
 from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
+from redline.models.request import TrainingRequest
 from redline.runners.registry import RUNNERS
 from redline.tuner.request.options import SEARCH_RUNNERS
+from redline.tuner.request.target import resolve_task
 from redline.tuner.samplers import sampler_names
 from redline.tuner.trackers import TRACKERS
+
+CPU = Device(type="cpu", name="cpu", count=1, memory_mib=8000)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +73,36 @@ def _one_knob():
     space = rl.Space()
     space.choice("a", [1])
     return space
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"command": "train {32 // micro_batch}"},
+        {"command": "train {tp} {micro_batch}", "env": ("STEPS={1 + 32 // micro_batch}",)},
+        {"command": "train {micro_batch > 0}", "render": ("ds.json:steps={32 / micro_batch}",)},
+        {"command": "train {micro_batch}", "samples": "{32 % micro_batch}"},
+        {"command": "train {32 // micro_batch}", "shell": True},
+    ],
+)
+def test_a_configuration_for_which_an_expression_of_the_command_has_no_value_is_left_out(fields, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text("{}")
+    values = {"micro_batch": [0, 2, 4], "tp": [1, 2]}
+    used = {name: values[name] for name in values if f"{{{name}" in str(fields) or name in str(fields)}
+    task = resolve_task(TrainingRequest(rl.Command(**fields), override=used, devices=1), device=CPU)
+    assert {config["micro_batch"] for config in task.space} == {2, 4}
+    assert task.space.default()["micro_batch"] == 2
+
+
+def test_expressions_that_always_have_a_value_do_not_join_knobs_of_a_space():
+    """Sets of independent knobs are counted without being listed."""
+    values = {"a": list(range(5000)), "b": list(range(5000))}
+    command = rl.Command(command="train {a + b} {a > 3}")
+    task = resolve_task(TrainingRequest(command, override=values, devices=1), device=CPU)
+    assert len(task.space) == 25_000_000
+
+
+def test_the_option_of_another_name_is_told_by_its_argument():
+    with pytest.raises(TypeError, match="the option --set is the argument override"):
+        rl.tune("gpt2-tiny", set={"micro_batch": [1]})

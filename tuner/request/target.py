@@ -178,7 +178,7 @@ def _command_task(target: Command, request: TrainingRequest, common: dict[str, A
         ranks=request.devices,
         workload=workload,
     )
-    for expression in command.computed:
+    for expression in command.divisions:
         space.require(expression == expression, f"{expression} has a value")  # one without a value equals nothing
     if not space.knobs:
         common["notes"] += (
