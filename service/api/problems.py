@@ -120,7 +120,7 @@ def _sentence(problem: dict[str, Any]) -> str:
     if kind == "value_error":
         return str(problem["msg"])
     if kind == "string_pattern_mismatch":
-        return PATTERNS[problem["ctx"]["pattern"]]
+        return PATTERNS.get(problem["ctx"]["pattern"], "is not valid")
     template = _RULES.get(kind) or _RULES.get(kind.partition("_")[0], "is not valid")
     return str(template.format(**problem.get("ctx", {})))
 
