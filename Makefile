@@ -66,8 +66,10 @@ $(TEST_STAMP): $(STAMP)
 	@# DeepSpeed compiles what it needs when it is started.
 	DS_BUILD_OPS=0 $(PIP) --editable ".[test,docs,loggers,frameworks]"
 	@# In a folder that only tests import from: transformers imports an installed torchao, which takes a second and prints.
-	@# CUDA builds of torch bring their own triton, which is found first.
-	$(PIP) --upgrade --no-deps --target $(VENV)/beside "torchao>=0.13" "liger-kernel>=0.8" triton
+	@# CUDA builds of torch bring their own triton, which is found first. Of these trainers only the parsers run, at the
+	@# versions of docs/check.md; their own requirements exclude each other.
+	$(PIP) --upgrade --no-deps --target $(VENV)/beside "torchao>=0.13" "liger-kernel>=0.8" triton \
+		"trl==1.16.*" "llamafactory==0.9.5" "axolotl==0.19.*" "litgpt==0.5.13" omegaconf "antlr4-python3-runtime==4.9.*" addict
 	touch $(TEST_STAMP)
 
 clean:

@@ -1,9 +1,9 @@
-"""Options: declarations of a request's fields, from which their command-line option, their check and their form in the
-HTTP API follow.
+"""Options: declarations of a request's fields, from which their command-line option, their check and their type in the HTTP
+API follow.
 
     @dataclass(frozen=True, kw_only=True)
     class SearchRequest:
-        trials: Annotated[int | None, Option("Trials in all.", type=int, least=1, sent=True)] = None
+        trials: Annotated[int | None, Option("Trials in all.", type=int, least=1)] = None
 
 Type and default are those of the field, and the documentation of a Python function is that of its request's sections.
 """
@@ -40,10 +40,6 @@ class Option:
     """Names of which the value is one."""
     check: Callable[[Any, str], Any] | None = None
     """Raises UsageError for an invalid value, given with its name in words; for text."""
-    sent: bool = False
-    """True if a client sends it to a server; otherwise it only applies to the machine that a search runs on."""
-    sent_most: float | None = None
-    """Largest number, or largest number of values, that a server accepts."""
     metavar: str | None = None
     """Placeholder for its value on the command line."""
     many: bool = False

@@ -10,6 +10,7 @@ from ..base.option import options_of as declared
 from ..models.request import ModelRequest, SpaceRequest
 from ..runners.command.command import Command
 from ..service.records import UNDECIDED
+from ..service.request import OF_A_COMMAND, TRAVELLING
 from ..tuner.request.options import RunRequest, SearchRequest
 from . import exit_codes
 from .options import command_of, options_of, request_of
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ..service.client import SearchRun
 
 SECTIONS = (ModelRequest, SpaceRequest, SearchRequest, RunRequest, Command)
-ONLY_HERE = {field.name for section in SECTIONS for field, option in declared(section) if not option.sent}
+ONLY_HERE = {field.name for section in SECTIONS for field, _ in declared(section)} - {*TRAVELLING, *OF_A_COMMAND}
 """Options of `redline tune` that a server does not take."""
 HELP = {
     "devices": "Devices of one trial.  [default: 1]",

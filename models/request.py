@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ..base.device import Device
 from ..base.errors import SpaceError, UsageError, unknown
 from ..base.option import Option, check_options
-from ..knobs.strategy import MAX_DEVICES, STANDARD, checked
+from ..knobs.strategy import STANDARD, checked
 from ..space import Space
 from .architecture import Architecture
 from .data import text_bytes
@@ -38,26 +38,10 @@ class ModelRequest:
 
     target: Any = field(kw_only=False)
     devices: Annotated[
-        int | None,
-        Option(
-            "Devices of one trial.  [default: all present]",
-            type=int,
-            least=1,
-            sent=True,
-            sent_most=MAX_DEVICES,
-            metavar="N",
-        ),
+        int | None, Option("Devices of one trial.  [default: all present]", type=int, least=1, metavar="N")
     ] = None
     seq_len: Annotated[
-        int | None,
-        Option(
-            "Sequence length, tokens.  [default: the model's]",
-            type=int,
-            least=1,
-            sent=True,
-            sent_most=1 << 24,
-            metavar="N",
-        ),
+        int | None, Option("Sequence length, tokens.  [default: the model's]", type=int, least=1, metavar="N")
     ] = None
     global_batch: Annotated[
         int | None,
@@ -65,17 +49,13 @@ class ModelRequest:
             "Samples per optimizer step.  [default: the model's usual, or what the devices can share]",
             type=int,
             least=1,
-            sent=True,
-            sent_most=1 << 24,
             metavar="N",
         ),
     ] = None
     data: Annotated[str | Path | None, Option("Text to train on, instead of random tokens.", metavar="FILE")] = None
     lora: Annotated[
         str | None,
-        Option(
-            "Train adapters only: r, alpha, target=a+b, dropout.", check=check_lora, sent=True, metavar="KNOB=V,..."
-        ),
+        Option("Train adapters only: r, alpha, target=a+b, dropout.", check=check_lora, metavar="KNOB=V,..."),
     ] = None
 
     @property
@@ -99,29 +79,25 @@ class SpaceRequest:
     """
 
     space: Annotated[
-        Space | str | Path | None,
-        Option("A space in YAML, instead of the model's own.", sent=True, metavar="FILE"),
+        Space | str | Path | None, Option("A space in YAML, instead of the model's own.", metavar="FILE")
     ] = field(default=None, kw_only=False)
     allow: Annotated[
         str | Sequence[str],
-        Option(
-            "lossy: also values that trade accuracy for speed, such as bf16_pure.", sent=True, metavar="NAME", many=True
-        ),
+        Option("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="NAME", many=True),
     ] = ()
     baseline: Annotated[
         str | None,
         Option(
             "Format of the default configuration: fp32, tf32 or bf16.  [default: bf16 on GPUs that have it, otherwise "
             "fp32]",
-            sent=True,
             metavar="NAME",
         ),
     ] = None
     override: Annotated[
         Mapping[str, Sequence[Any]] | None,
-        Option("The values of a knob.", flag="set", sent=True, metavar="KNOB=A,B,...", many=True),
+        Option("The values of a knob.", flag="set", metavar="KNOB=A,B,...", many=True),
     ] = None
-    fix: Annotated[Mapping[str, Any] | None, Option("A fixed knob.", sent=True, metavar="KNOB=V", many=True)] = None
+    fix: Annotated[Mapping[str, Any] | None, Option("A fixed knob.", metavar="KNOB=V", many=True)] = None
 
     @cached_property
     def given_space(self) -> Space | None:
@@ -227,12 +203,7 @@ class Resolved:
     notes: tuple[str, ...]
 
 
-def resolve(
-    request: TrainingRequest,
-    device: Device,
-    devices: int,
-    known: Workload | None = None,
-) -> Resolved:
+def resolve(request: TrainingRequest, device: Device, devices: int, known: Workload | None = None) -> Resolved:
     """Returns the workload and the space of a request, for a number of devices of a kind.
 
     Args:
@@ -264,12 +235,7 @@ def resolve(
     space_notes += with_mixing(workload, space)
     if isinstance(request.target, ServerModel) and isinstance(workload.model, Architecture):
         _check_attention(space, workload.model.attentions(device))
-    return Resolved(
-        workload=workload,
-        space=space,
-        free_batch=accumulation is not None,
-        notes=notes + space_notes,
-    )
+    return Resolved(workload=workload, space=space, free_batch=accumulation is not None, notes=notes + space_notes)
 
 
 def unread_fields(workload: Workload) -> tuple[str, ...]:

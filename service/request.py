@@ -19,6 +19,7 @@ from typing import Any
 from ..base.errors import UsageError, unknown
 from ..base.option import options_of
 from ..base.reading import Malformed, parse_json, path_of, read_named
+from ..knobs.strategy import MAX_DEVICES
 from ..models.server_model import ServerModel
 from ..runners.command.command import Command, ServerCommand, hidden
 from ..space import Space
@@ -29,8 +30,28 @@ _FLAGS = {
     for section in SECTIONS
     for field, option in options_of(section)
 }
-TRAVELLING = tuple(field.name for section in SECTIONS for field, option in options_of(section) if option.sent)
-"""Fields of a request that are sent. All but `space` are sent unchanged."""
+TRAVELLING: Mapping[str, float | None] = {
+    "devices": MAX_DEVICES, "seq_len": 1 << 24, "global_batch": 1 << 24, "lora": None,
+    "space": None, "allow": None, "baseline": None, "override": None, "fix": None,
+    "trials": 100_000, "time": 1e9, "device_hours": 1e9, "patience": 1 << 30, "sampler": None, "layerwise": None, "seed": 1 << 53,
+    "hardware": None, "memory_limit": 1e12, "trial_timeout": 1e9, "measure_time": 1e9, "concurrency": 4096,
+}  # fmt: skip
+"""Fields of a request that are sent, with the largest number that a server takes: far above what anybody needs, and small
+enough for its database and its loops. The others name files and devices of the user's machine. All but `space` are sent
+unchanged."""
+OF_A_COMMAND = (
+    "command",
+    "launcher",
+    "model",
+    "env",
+    "metric",
+    "direction",
+    "samples",
+    "require",
+    "shell",
+    "no_observe",
+)
+"""Fields of a command that are sent: all but `render`, which reads files of the user's machine."""
 TARGETS = ("target", "model", "workload", "command")
 """Fields of which a request has exactly one: the target of the search."""
 LARGEST_FILE = 512 * 1024

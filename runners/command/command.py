@@ -47,20 +47,13 @@ class Command:
             is then read from what it prints.
     """
 
-    command: Annotated[
-        str | Sequence[str], Option("A command to tune, with {knob} for values.", metavar="COMMAND", sent=True)
-    ]
-    launcher: Annotated[
-        str | None,
-        Option(f"The trainer that it starts: {either(LAUNCHERS)}.", metavar="NAME", sent=True),
-    ] = None
+    command: Annotated[str | Sequence[str], Option("A command to tune, with {knob} for values.", metavar="COMMAND")]
+    launcher: Annotated[str | None, Option(f"The trainer that it starts: {either(LAUNCHERS)}.", metavar="NAME")] = None
     model: Annotated[
-        str | None,
-        Option("The model that it trains; an estimate then guides the search.", metavar="MODEL", sent=True),
+        str | None, Option("The model that it trains; an estimate then guides the search.", metavar="MODEL")
     ] = None
     env: Annotated[
-        Sequence[str],
-        Option("Variables of its environment: NAME=VALUE, or a list.", many=True, sent=True, in_file=True),
+        Sequence[str], Option("Variables of its environment: NAME=VALUE, or a list.", many=True, in_file=True)
     ] = ()
     render: Annotated[
         Sequence[str],
@@ -71,23 +64,17 @@ class Command:
         Option(
             "The metric to read from its output: a name, or a regular expression with a named group; repeatable.",
             metavar="NAME|RE",
-            sent=True,
             many=True,
         ),
     ] = ()
-    direction: Annotated[
-        str | None, Option("max or min, for a metric that is not a throughput.", sent=True, in_file=True)
-    ] = None
-    samples: Annotated[
-        str | None, Option("Samples of a step, such as '{micro_batch * 2}'.", sent=True, in_file=True)
-    ] = None
+    direction: Annotated[str | None, Option("max or min, for a metric that is not a throughput.", in_file=True)] = None
+    samples: Annotated[str | None, Option("Samples of a step, such as '{micro_batch * 2}'.", in_file=True)] = None
     require: Annotated[
-        Sequence[str],
-        Option("Bounds on metrics, such as 'p99_ms < 200', or a list.", many=True, sent=True, in_file=True),
+        Sequence[str], Option("Bounds on metrics, such as 'p99_ms < 200', or a list.", many=True, in_file=True)
     ] = ()
-    shell: Annotated[bool, Option("Start it in a shell.", sent=True, in_file=True)] = False
+    shell: Annotated[bool, Option("Start it in a shell.", in_file=True)] = False
     no_observe: Annotated[
-        bool, Option("Read only what it prints; observe nothing inside its processes.", sent=True, in_file=True)
+        bool, Option("Read only what it prints; observe nothing inside its processes.", in_file=True)
     ] = False
     reads_files: ClassVar[bool] = True
     """True if files that it names may be read before it is started."""

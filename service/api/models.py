@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field as DataclassField
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
@@ -20,7 +20,7 @@ from ...runners.command.command import Command
 from ...space import Space
 from ...tuner.request.options import RunRequest, SearchRequest
 from ..records import MOST_PRIORITY, SearchState
-from ..request import LARGEST_FILE, TARGETS
+from ..request import LARGEST_FILE, OF_A_COMMAND, TARGETS, TRAVELLING
 
 LARGEST_NUMBER = 1 << 53
 """Largest whole number that all JSON readers represent exactly."""
@@ -123,25 +123,25 @@ _OWN: Mapping[str, tuple[Any, Any]] = {
 """Types and defaults of options that a server does not take as `redline.tune` does: no file, no path, no object."""
 
 
-def form(name: str, *sections: type, without: Collection[str] = ()) -> type[Body]:
-    """Returns a body with the options of requests that are sent to a server: with their names, defaults, bounds and help.
+def form(name: str, largest: Mapping[str, float | None], *sections: type) -> type[Body]:
+    """Returns a body with options of requests: with their names, defaults, bounds and help.
 
     Args:
         name: of the class.
+        largest: the options, with the largest number that is taken.
         sections: requests, or sections of one.
-        without: names of options.
     """
     body_fields: dict[str, Any] = {}
     for field, option in (pair for section in sections for pair in options_of(section)):
-        if option.sent and field.name not in without:
-            kind, default = _OWN.get(field.name) or _type(field, option)
+        if field.name in largest:
+            kind, default = _OWN.get(field.name) or _type(field, option, largest[field.name])
             body_fields[field.name] = (kind, Field(default, description=option.help))
     body: type[Body] = create_model(name, __base__=Body, **body_fields)
     return body
 
 
-def _type(field: DataclassField[Any], option: Option) -> tuple[Any, Any]:
-    """Returns the type and the default of an option's value."""
+def _type(field: DataclassField[Any], option: Option, largest: float | None) -> tuple[Any, Any]:
+    """Returns the type and the default of an option's value, a number of which may be `largest` at most."""
     default: Any = field.default
     annotated = get_args(field.type)[0]
     kinds = get_args(annotated) or (annotated,)
@@ -151,10 +151,9 @@ def _type(field: DataclassField[Any], option: Option) -> tuple[Any, Any]:
     if bool in kinds:
         kind = bool
     elif option.type is not None:
-        most = option.most if option.sent_most is None else option.sent_most
-        kind = Annotated[option.type, Field(ge=option.least, gt=option.above, le=most)]
+        kind = Annotated[option.type, Field(ge=option.least, gt=option.above, le=largest)]
     elif option.check is not None:
-        text = Word | Annotated[float, Field(gt=0, le=option.sent_most)] if float in kinds else Word
+        text = Word | Annotated[float, Field(gt=0, le=largest)] if float in kinds else Word
         kind = Annotated[text, checked(option.check, field.name.replace("_", " "))]
     return (kind | None if NoneType in kinds else kind), default
 
@@ -168,8 +167,8 @@ class Code(Body):
     """Name of the workload in the file."""
 
 
-_CommandOptions: Any = form("CommandOptions", Command)
-_SearchOptions: Any = form("SearchOptions", ModelRequest, SpaceRequest, SearchRequest, RunRequest, without=("devices",))
+_CommandOptions: Any = form("CommandOptions", dict.fromkeys(OF_A_COMMAND), Command)
+_SearchOptions: Any = form("SearchOptions", TRAVELLING, ModelRequest, SpaceRequest, SearchRequest, RunRequest)
 
 
 class CommandForm(_CommandOptions):

@@ -176,7 +176,8 @@ def test_transformers_takes_changes_of_its_arguments(zero, tmp_path):
 
 
 def test_trl_takes_changes_of_its_file(tmp_path):
-    trl = pytest.importorskip("trl")
+    import trl
+
     path = written(
         tmp_path / "sft.yaml", ARGUMENTS | {"model_name_or_path": "gpt2", "use_peft": True, "max_length": 512}
     )
@@ -195,7 +196,8 @@ IN_FACTORY = {**WANTED, "checkpoint_ratio": 0}
 def factory(monkeypatch, tmp_path, words):
     """LLaMA-Factory's arguments of a command's words."""
     monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
-    parser = pytest.importorskip("llamafactory.hparams.parser")
+    from llamafactory.hparams import parser
+
     monkeypatch.setattr(sys, "argv", ["llamafactory-cli", *words])
     return parser._parse_train_args()
 
@@ -214,14 +216,13 @@ def test_llamafactory_takes_changes_of_its_file_and_of_its_command(tmp_path, mon
 
 def test_llamafactory_takes_changes_of_version_1s_file(tmp_path, monkeypatch):
     monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
-    arguments = pytest.importorskip("llamafactory.v1.config.training_args")
+    from llamafactory.v1.config.training_args import TrainingArguments
+
     path = written(
         tmp_path / "sft.yaml", {"model": "gpt2", "model_class": "llm", "micro_batch_size": 2, "cutoff_len": 512}
     )
     document = changed(path, {"micro_batch": 1, "grad_accum": 2, "checkpoint_ratio": 0})
-    made = arguments.TrainingArguments(
-        **{name: document[name] for name in document if name not in ("model", "model_class")}
-    )
+    made = TrainingArguments(**{name: document[name] for name in document if name not in ("model", "model_class")})
     assert (made.micro_batch_size, made.global_batch_size, made.enable_activation_checkpointing) == (1, 16, False)
 
 
@@ -235,13 +236,14 @@ AXOLOTL = {
 
 @pytest.mark.parametrize("plugins", [None, ["axolotl.integrations.spectrum.SpectrumPlugin"]])
 def test_axolotl_takes_changes_of_its_file(plugins, tmp_path):
-    schema = pytest.importorskip("axolotl.utils.schemas.config").AxolotlInputConfig
+    from axolotl.integrations.liger.args import LigerArgs
+    from axolotl.utils.schemas.config import AxolotlInputConfig
+
     path = written(tmp_path / "a.yaml", AXOLOTL | ({"plugins": plugins} if plugins else {}))
     document = changed(
         path, {"micro_batch": 2, "grad_accum": 4, "checkpoint_ratio": 0, "fusion": True, "kernels": True}
     )
-    liger = pytest.importorskip("axolotl.integrations.liger.args").LigerArgs
-    made = type("WithLiger", (schema, liger), {})(**document)
+    made = type("WithLiger", (AxolotlInputConfig, LigerArgs), {})(**document)
     assert (made.micro_batch_size, made.gradient_accumulation_steps, made.torch_compile) == (2, 4, True)
     assert made.gradient_checkpointing is False
     assert made.liger_fused_linear_cross_entropy is True
@@ -249,7 +251,6 @@ def test_axolotl_takes_changes_of_its_file(plugins, tmp_path):
 
 
 def test_litgpt_takes_changes_of_its_file(tmp_path):
-    pytest.importorskip("litgpt")
     from jsonargparse import ArgumentParser
     from litgpt.finetune.full import setup
 

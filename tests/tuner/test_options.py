@@ -104,7 +104,7 @@ def test_the_api_refuses_the_values_that_python_refuses(name):
         check_options(Request("gpt2-tiny", **{name: outside}))
     with pytest.raises(pydantic.ValidationError, match=name):
         SearchForm(target="gpt2-tiny", **{name: outside})
-    most = option.most if option.sent_most is None else option.sent_most
+    most = TRAVELLING[name]
     assert getattr(SearchForm(target="gpt2-tiny", **{name: option.type(most)}), name) == most
     with pytest.raises(pydantic.ValidationError, match=name):
         SearchForm(target="gpt2-tiny", **{name: 2 * option.type(most)})
@@ -114,8 +114,8 @@ def test_the_api_refuses_the_values_that_python_refuses(name):
 class Section:
     """A section with new options."""
 
-    apples: Annotated[int, Option("Number of apples.", type=int, least=2, sent=True, sent_most=9)] = 3
-    ripe: Annotated[bool, Option("Only ripe ones.", sent=True)] = False
+    apples: Annotated[int, Option("Number of apples.", type=int, least=2)] = 3
+    ripe: Annotated[bool, Option("Only ripe ones.")] = False
     share: Annotated[float | None, Option("A share.", type=float, above=0, below=1)] = None
     sizes: Annotated[tuple[float, float], Option("Two sizes.", type=float, least=0, below=1, in_file=True)] = (
         0.1,

@@ -67,35 +67,15 @@ class SearchRequest:
     trials: Annotated[
         int | None,
         Option(
-            "Trials in all.  [default: 16, or no limit with --time or --device-hours]",
-            type=int,
-            least=1,
-            sent=True,
-            sent_most=100_000,
-            metavar="N",
+            "Trials in all.  [default: 16, or no limit with --time or --device-hours]", type=int, least=1, metavar="N"
         ),
     ] = None
     time: Annotated[
         str | float | None,
-        Option(
-            "Wall time to the winner, such as 90s, 30m or 1h30m.",
-            check=parse_duration,
-            sent=True,
-            sent_most=1e9,
-            metavar="TIME",
-        ),
+        Option("Wall time to the winner, such as 90s, 30m or 1h30m.", check=parse_duration, metavar="TIME"),
     ] = None
     device_hours: Annotated[
-        float | None,
-        Option(
-            "Device time of all trials, hours.",
-            type=float,
-            above=0,
-            below=math.inf,
-            sent=True,
-            sent_most=1e9,
-            metavar="N",
-        ),
+        float | None, Option("Device time of all trials, hours.", type=float, above=0, below=math.inf, metavar="N")
     ] = None
     patience: Annotated[
         int | None,
@@ -103,24 +83,19 @@ class SearchRequest:
             "Stop once N further trials are unlikely to gain another 1 %; 0 never stops early.  [default: 5, 0 for grid]",
             type=int,
             least=0,
-            sent=True,
-            sent_most=1 << 30,
             metavar="N",
         ),
     ] = None
-    sampler: Annotated[
-        str, Option(f"How candidates are chosen: {either(sampler_names())}.", check=known_sampler, sent=True)
-    ] = "bayes"
+    sampler: Annotated[str, Option(f"How candidates are chosen: {either(sampler_names())}.", check=known_sampler)] = (
+        "bayes"
+    )
     prior: Any = None
     begin_with: Sequence[Mapping[str, Any]] = ()
     warm_start: Annotated[
-        str | Path | Sequence[str | Path],
-        Option("An earlier run to learn from; repeatable.", metavar="RUN", many=True),
+        str | Path | Sequence[str | Path], Option("An earlier run to learn from; repeatable.", metavar="RUN", many=True)
     ] = ()
-    layerwise: Annotated[bool, Option("Refine the winner block by block, and try that beside it.", sent=True)] = False
-    seed: Annotated[
-        int, Option("Seed of weights, data and proposals.", type=int, least=0, sent=True, sent_most=1 << 53)
-    ] = 0
+    layerwise: Annotated[bool, Option("Refine the winner block by block, and try that beside it.")] = False
+    seed: Annotated[int, Option("Seed of weights, data and proposals.", type=int, least=0)] = 0
 
     @cached_property
     def budget(self) -> Budget:
@@ -164,51 +139,26 @@ class RunRequest:
 
     runner: Annotated[
         str | Runner | None,
-        Option(
-            f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray; local for a command]",
-            metavar="NAME",
-        ),
+        Option(f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray; local for a command]", metavar="NAME"),
     ] = None
     direction: str | None = None
     isolate: bool = True
-    hardware: Annotated[
-        Any,
-        Option("Hardware to emulate, or to assume for the estimate.", sent=True, metavar="NAME|FILE"),
-    ] = None
+    hardware: Annotated[Any, Option("Hardware to emulate, or to assume for the estimate.", metavar="NAME|FILE")] = None
     memory_limit: Annotated[
         str | float | None,
-        Option(
-            "Memory of a device, such as 8GiB.  [default: what it has]",
-            check=parse_memory,
-            sent=True,
-            sent_most=1e12,
-            metavar="SIZE",
-        ),
+        Option("Memory of a device, such as 8GiB.  [default: what it has]", check=parse_memory, metavar="SIZE"),
     ] = None
     trial_timeout: Annotated[
-        str | float | None,
-        Option(
-            "Deadline of one trial, compilation apart.", check=parse_duration, sent=True, sent_most=1e9, metavar="TIME"
-        ),
+        str | float | None, Option("Deadline of one trial, compilation apart.", check=parse_duration, metavar="TIME")
     ] = "5m"
     measure_time: Annotated[
-        str | float,
-        Option("Time to measure one candidate.", check=parse_duration, sent=True, sent_most=1e9, metavar="TIME"),
+        str | float, Option("Time to measure one candidate.", check=parse_duration, metavar="TIME")
     ] = "3s"
     concurrency: Annotated[
-        int | None,
-        Option(
-            "Trials at once.  [default: what the devices allow]",
-            type=int,
-            least=1,
-            sent=True,
-            sent_most=4096,
-            metavar="N",
-        ),
+        int | None, Option("Trials at once.  [default: what the devices allow]", type=int, least=1, metavar="N")
     ] = None
     ray_address: Annotated[
-        str | None,
-        Option("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS"),
+        str | None, Option("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
     ] = None
     device_kind: Annotated[
         str | None,
@@ -244,13 +194,11 @@ class OutputRequest:
     """
 
     out: Annotated[
-        str | Path | None,
-        Option("Folder for the results.  [default: runs/MODEL, or MODEL-2, ...]", metavar="DIR"),
+        str | Path | None, Option("Folder for the results.  [default: runs/MODEL, or MODEL-2, ...]", metavar="DIR")
     ] = None
     resume: Annotated[bool, Option("Continue the run in --out.")] = False
     storage: Annotated[
-        str | None,
-        Option("An Optuna storage for the ledger, instead of a file in --out.", metavar="URL"),
+        str | None, Option("An Optuna storage for the ledger, instead of a file in --out.", metavar="URL")
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
