@@ -10,10 +10,8 @@ import weakref
 from pathlib import Path
 
 from .errors import StudyError
+from .option import option
 from .writing import cannot_write
-
-IN_USE = "wait for it, end it, or give another --out"
-"""Advice in the error when another process has the run's folder."""
 
 
 class FolderLock:
@@ -25,7 +23,7 @@ class FolderLock:
         StudyError: another process holds the lock (the message names it), or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, name: str = ".lock", *, instead: str = IN_USE) -> None:
+    def __init__(self, folder: Path, name: str = ".lock", *, instead: str | None = None) -> None:
         self.path = folder / name
         self._fd = -1
         try:
@@ -38,9 +36,10 @@ class FolderLock:
             owner = _owner(fd)
             os.close(fd)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StudyError(f"'{folder}' is in use by {owner}; {instead}") from None
+                advice = instead or f"wait for it, end it, or give another {option('out')}"
+                raise StudyError(f"'{folder}' is in use by {owner}; {advice}") from None
             raise StudyError(
-                f"the file system of '{folder}' cannot lock files ({error.strerror}); give an --out on a local disk"
+                f"the file system of '{folder}' cannot lock files ({error.strerror}); give an {option('out')} on a local disk"
             ) from error
         self._fd = fd
         try:

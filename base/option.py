@@ -9,7 +9,10 @@ Type and default are those of the field, and the documentation of a Python funct
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields
 from functools import cache
 from numbers import Integral, Real
@@ -73,6 +76,39 @@ class Option:
             and (self.most is None or number <= self.most)
             and (self.below is None or number < self.below)
         )
+
+
+COMMAND_LINE = "REDLINE_COMMAND_LINE"
+"""Variable of a command's environment: processes that it starts write errors that it shows."""
+_FLAGS = {"override": "set"}
+"""Names of options by their field, if they differ."""
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """Makes `option` name options instead of arguments."""
+    before = os.environ.get(COMMAND_LINE)
+    os.environ[COMMAND_LINE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[COMMAND_LINE]
+
+
+def option(field: str, value: object = None) -> str:
+    """Names the field of a request in a message as its user gives it, with a value if there is one.
+
+    >>> option("out"), option("runner", "local"), option("resume", True)
+    ('out', "runner='local'", 'resume=True')
+    >>> with on_command_line():
+    ...     option("out"), option("runner", "local"), option("resume", True)
+    ('--out', '--runner local', '--resume')
+    """
+    if COMMAND_LINE not in os.environ:
+        return field if value is None else f"{field}={value!r}"
+    flag = f"--{_FLAGS.get(field, field).replace('_', '-')}"
+    return flag if value is None or value is True else f"{flag} {shlex.quote(str(value))}"
 
 
 def either(names: Iterable[str]) -> str:

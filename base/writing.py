@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from .errors import StudyError
+from .option import option
 from .reading import path_of
 
 MIB = 1024 * 1024
@@ -121,14 +122,14 @@ def make_folder(path: Path) -> bool:
     """
     path = path_of(path)
     if path.exists() and not path.is_dir():
-        raise StudyError(f"'{path}' is a file, but a run needs a folder; give another --out")
+        raise StudyError(f"'{path}' is a file, but a run needs a folder; give another {option('out')}")
     existing = next(ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists())
     try:
         free = free_mib(existing)
         if free < MIN_FREE_MIB:
             raise StudyError(
                 f"only {free:.1f} MiB are free on the disk of '{path}', and a run needs {MIN_FREE_MIB} MiB "
-                "to start; free some space or give another --out"
+                f"to start; free some space or give another {option('out')}"
             )
         new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,9 @@ def free_mib(path: Path) -> float:
 
 def cannot_write(path: Path, error: OSError) -> StudyError:
     """Returns the error for a folder that cannot be written, with the system's message."""
-    return StudyError(f"cannot write to '{path}': {error.strerror or error}; make it writable or give another --out")
+    return StudyError(
+        f"cannot write to '{path}': {error.strerror or error}; make it writable or give another {option('out')}"
+    )
 
 
 def as_data(value: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..frameworks.framework import is_off
+from ..frameworks.reading import BEFORE_SCRIPT
 from ..knobs.text import value_text
 from . import exit_codes
 from .estimate_text import step_time
@@ -132,10 +133,11 @@ def _faster(number: int, faster: "Faster") -> list[str]:
     lines = [
         f"{number}  {gain}, {_memory(faster.estimate)}, {100 * faster.estimate.probability_fits:.0f} % chance to fit"
     ]
-    several_places = len({change.where for change in faster.changes}) > 1
+    places = {change.where for change in faster.changes}
+    are_named = len(places) > 1 or any(place.endswith(BEFORE_SCRIPT) for place in places)
     for change in faster.changes:
         previous = f"   (was {value_text(change.old)})" if change.old is not None else ""
-        lines.append(f"     {f'{change.where}: ' if several_places else ''}{change.text}{previous}")
+        lines.append(f"     {f'{change.where}: ' if are_named else ''}{change.text}{previous}")
     return lines
 
 

@@ -9,6 +9,7 @@ import click
 
 from .. import __version__
 from ..base.errors import NoRoom, NothingFound, RedlineError, UsageError, unknown
+from ..base.option import on_command_line
 from ..base.removed import replacement
 from . import exit_codes
 from .streams import ReaderGone, standard_streams
@@ -75,7 +76,7 @@ def redline() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command line and exits with its code. `--debug` anywhere shows the traceback of an error."""
-    with standard_streams():
+    with standard_streams(), on_command_line():
         _main(arguments)
 
 
@@ -102,7 +103,8 @@ def _main(arguments: Sequence[str] | None) -> None:
             raise
         from ..results.columns import printable
 
-        click.echo(f"redline: {printable(str(error))}", err=True)
+        advice = "".join(f". {note}" for note in getattr(error, "__notes__", ()))
+        click.echo(f"redline: {printable(f'{error}{advice}')}", err=True)
         if isinstance(error, NothingFound):
             sys.exit(exit_codes.NOTHING_FEASIBLE)
         if isinstance(error, NoRoom):

@@ -32,6 +32,8 @@ SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatc
 """File endings that are recognised; from `.sh` on those of scripts."""
 COMMAND = "the command"
 """Name of a command in messages, as the path is that of a file."""
+BEFORE_SCRIPT = ", before the script"
+"""Where options of a launcher stand in a command: what follows the script is passed to that."""
 
 
 def read(
@@ -341,7 +343,7 @@ def _read_command(
     sources: list[SettingsSource] = []
     if any(Path(word).name == "accelerate" for word in launcher):
         launcher_sources, further = _with_files(
-            find_framework("accelerate"), launched, where, "options", Path() if files else None
+            find_framework("accelerate"), launched, where + BEFORE_SCRIPT, "options", Path() if files else None
         )
         sources += [source for source in launcher_sources if len(source.settings)]
         facts = _merge_facts(further, facts)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base._transformers import quiet
 from ..base.errors import MissingDependency, WorkloadError, unknown
+from ..base.option import option
 from ..frameworks.common import QUANTIZED_BITS
 from ..knobs.meaning import FORMATS
 from .architecture import Architecture, one_line
@@ -108,7 +109,7 @@ class AdaptedArchitecture(Architecture):
         try:
             import peft
         except ImportError as error:
-            raise MissingDependency("--lora needs peft: `pip install peft`") from error
+            raise MissingDependency(f"{option('lora')} needs peft: `pip install peft`") from error
         model: Any = super().__call__(config)
         lora = self.lora
         target: Any = list(lora.target) or None

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
 from ..base.errors import SpaceError, UsageError, nearest, unknown
+from ..base.option import option
 from ..knobs.layers import of_blocks
 from ..knobs.lossy import LOSSY
 from ..knobs.meaning import FLOAT8, REDUCED, recomputed
@@ -296,7 +297,7 @@ def set_values(space: Space, name: str, values: Sequence[Any], fixed: bool = Fal
     if name not in ON_REQUEST or name in space.by_name:
         context = space.beyond
         if name in OF_SEVERAL and name not in space.by_name and getattr(context, "devices", None) == 1:
-            raise SpaceError(f"{name} needs two devices or more: --devices 2")
+            raise SpaceError(f"{name} needs two devices or more: {option('devices', 2)}")
         if fixed:
             space.fix(name, values[0])
         else:
@@ -474,7 +475,7 @@ def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
     """Note about a space to which the allowed extension added nothing."""
     if "lossy" not in allow or lossy_of_space(space):
         return ()
-    hint = "".join(f"; --set {setting} tries it anyway" for setting in lossy_beyond(space))
+    hint = "".join(f"; {option('override')} {setting} tries it anyway" for setting in lossy_beyond(space))
     return (f"no lossy value pays on these devices, whose bf16 is emulated{hint}",)
 
 

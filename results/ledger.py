@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base._optuna import study_ids
 from ..base.errors import StudyError, unknown
+from ..base.option import option
 from ..base.reading import path_of, read_named
 from ..base.writing import as_data
 from ..knobs.lossy import Lossy, lossy_in
@@ -110,7 +111,7 @@ class Ledger:
         if self.problems:
             raise StudyError(
                 f"{'; '.join(self.problems[:3])}. A damaged run cannot be continued: restore {origin}, or start "
-                "with another --out"
+                f"with another {option('out')}"
             )
         for entry in study.entries:
             # The process was killed between outcome and state.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base._optuna import trial_id
 from ..base.errors import StudyError, UsageError
+from ..base.option import option
 from ..base.reading import Malformed, parse_json
 from ..knobs.lossy import Lossy, lossy_in
 from .again import judged
@@ -117,7 +118,7 @@ def replay(data: bytes, origin: str) -> dict[int, StoredStudy]:
         except Malformed as error:
             raise StudyError(
                 f"line {place} of {origin} is not a record of a study ({error}): {line[:60]!r}; "
-                "restore the file, delete that line, or start with another --out"
+                f"restore the file, delete that line, or start with another {option('out')}"
             ) from error
     return studies
 

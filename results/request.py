@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ..base.errors import StudyError
+from ..base.option import option
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 from ..base.writing import as_data
 from . import environment, schema, table
@@ -42,11 +43,13 @@ def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
     except OSError as error:
         raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
     except Malformed as error:
-        raise StudyError(f"'{path}' is not valid YAML: {error}; restore it or start with another --out") from error
+        raise StudyError(
+            f"'{path}' is not valid YAML: {error}; restore it or start with another {option('out')}"
+        ) from error
     if not isinstance(document, dict):
         content = "nothing" if document is None else f"a {type(document).__name__}"
         raise StudyError(
-            f"'{path}' must contain a mapping, but contains {content}; restore it or start with another --out"
+            f"'{path}' must contain a mapping, but contains {content}; restore it or start with another {option('out')}"
         )
     return known_parts(document, path)
 
@@ -60,15 +63,18 @@ def known_parts(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], l
     version = document.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise StudyError(
-            f"'{path}' is not a run of redline: its format is {schema.shortened(version)}, not a number; give another --out"
+            f"'{path}' is not a run of redline: its format is {schema.shortened(version)}, not a number; give "
+            f"another {option('out')}"
         )
     if version > FORMAT:
         raise StudyError(
             f"'{path}' was written by a newer redline (format {schema.shortened(version)}, this one knows up to {FORMAT}); "
-            "install that redline, or give another --out"
+            f"install that redline, or give another {option('out')}"
         )
     if not isinstance(document.get("asked"), dict) or not isinstance(document.get("study"), str):
-        raise StudyError(f"'{path}' does not contain the request of the run; restore it or give another --out")
+        raise StudyError(
+            f"'{path}' does not contain the request of the run; restore it or give another {option('out')}"
+        )
     return schema.clean(document, schema.REQUEST, path.name)
 
 
@@ -93,25 +99,25 @@ def resume(path: Path, request: Mapping[str, Any], storage: str | None) -> tuple
     """
     if not (path / RUN).exists():
         raise StudyError(
-            f"'{path}' cannot be resumed: {RUN} is missing, so its request is unknown; restore it or give another --out"
+            f"'{path}' cannot be resumed: {RUN} is missing, so its request is unknown; restore it or give another {option('out')}"
         )
     document, faults = read(path)
     if faults or not isinstance(document.get("run"), str):
         raise StudyError(
             f"'{path}' cannot be resumed, since {RUN} is damaged: {'; '.join(faults[:3]) or 'it has no run id'}. "
-            "Restore it or give another --out"
+            f"Restore it or give another {option('out')}"
         )
     stored = document.get("storage")
     if stored and storage is None:
         raise StudyError(
             f"'{path}' has its trials in the storage '{stored}', which is opened only if you name it: add "
-            f"--storage '{stored}', with the password if it needs one"
+            f"{option('storage', stored)}, with the password if it needs one"
         )
     # A run that was killed at its start has no ledger yet, but then it has no rows either.
     if not stored and not (path / LEDGER).exists() and (path / TABLE).exists() and len(table.read(path / TABLE)):
         raise StudyError(
             f"'{path}' cannot be resumed: its ledger {LEDGER} is missing and {TABLE} has trials that "
-            "would be lost; restore it or give another --out"
+            f"would be lost; restore it or give another {option('out')}"
         )
     request = as_data(request)
     refused = conflicts(document["asked"], request)
@@ -120,7 +126,7 @@ def resume(path: Path, request: Mapping[str, Any], storage: str | None) -> tuple
     if refused:
         raise StudyError(
             f"'{path}' cannot be resumed, since its request was different: {'; '.join(refused)}. "
-            "Repeat the same request, or give another --out"
+            f"Repeat the same request, or give another {option('out')}"
         )
     previous_environment: dict[str, Any] = document.get("environment", {})
     for resumption in document.setdefault("resumed", []):

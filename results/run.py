@@ -10,6 +10,7 @@ from typing import Any
 
 from ..base.errors import StudyError
 from ..base.lock import FolderLock
+from ..base.option import option
 from ..base.reading import path_of
 from ..base.writing import cannot_write, make_folder, write_yaml
 from ..knobs.lossy import lossy_of
@@ -151,11 +152,13 @@ class RunFolder:
         resumed = holds_run(path)
         if resumed and not resume:
             raise StudyError(
-                f"'{path}' already contains a run{_of(path)}; continue it with --resume (`redline tune --out "
-                f"{shlex.quote(str(path))} --resume`), or give another --out for a new one"
+                f"'{path}' already contains a run{_of(path)}; continue it with {option('resume', True)} (`redline tune --out "
+                f"{shlex.quote(str(path))} --resume`), or give another {option('out')} for a new one"
             )
         if resume and not resumed:
-            raise StudyError(f"'{path}' contains no run to resume; leave --resume out to start one there")
+            raise StudyError(
+                f"'{path}' contains no run to resume; leave {option('resume', True)} out to start one there"
+            )
 
     @staticmethod
     def asked(path: str | Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import MissingDependency, StudyError, unknown
 from ..base.interrupts import late_interrupts
+from ..base.option import option
 from ..base.writing import open_plain
 from .records import replay
 
@@ -57,7 +58,10 @@ def open_study(storage: "BaseStorage", origin: str, name: str, metadata: Mapping
     if study_id is None:
         study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], name)
     elif not exist_ok:
-        raise StudyError(f"{origin} already contains a study '{name}'; continue it with --resume or give another --out")
+        raise StudyError(
+            f"{origin} already contains a study '{name}'; continue it with {option('resume', True)} or give another "
+            f"{option('out')}"
+        )
     else:
         stored = storage.get_study_user_attrs(study_id)
     differences = [
@@ -151,7 +155,7 @@ def check_url(url: str) -> None:
     if kind.startswith(("redis", "valkey", "unix")):
         raise StudyError(
             f"the storage {words(url)} is not opened: Optuna unpickles data from a Redis server, which can run "
-            f"arbitrary code; use a database ({', '.join(DATABASES[:3])}), or the study.log in --out"
+            f"arbitrary code; use a database ({', '.join(DATABASES[:3])}), or the study.log in {option('out')}"
         )
     if kind not in DATABASES:
         raise StudyError(f"cannot open the storage {words(url)}: {unknown('kind of database', kind, DATABASES)}")

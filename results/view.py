@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import StudyError
+from ..base.option import option
 from ..base.reading import path_of, read_inside
 from ..knobs.lossy import lossy_of
 from . import best, request
@@ -60,7 +61,7 @@ class View:
         if self.path.is_file():
             raise StudyError(f"'{path}' is a file; give the folder of a run, or its {BEST}")
         if not self.path.is_dir():
-            raise StudyError(f"there is no folder '{path}'; give the --out of a run")
+            raise StudyError(f"there is no folder '{path}'; give the {option('out')} of a run")
         if not holds_run(self.path):
             raise StudyError(
                 f"'{path}' contains no run: it has neither {RUN} nor {LEDGER} nor {TABLE}{instead_of_run(self.path)}"
@@ -86,7 +87,7 @@ class View:
         named_storage = (self.document or {}).get("storage")
         if named_storage:
             raise StudyError(
-                f"the trials are in the storage '{named_storage}', which is opened only if you name it with --storage"
+                f"the trials are in the storage '{named_storage}', which is opened only if you name it with {option('storage')}"
             )
         try:
             data = read_inside(self.path, LEDGER, at_most=LARGEST_LEDGER)

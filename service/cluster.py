@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 
 from ..base.errors import RedlineError, RunnerError
-from ..runners.place.ray_driver import WITHOUT_RAY
 from ..runners.place.ray_runner import RayDriver
 from .records import ProcessId
 from .scheduling import Kind
@@ -104,7 +103,7 @@ class Cluster:
             except RedlineError as error:
                 if self.failure in (None, STARTING):
                     _log.error("the Ray cluster is not reached: %s", error)
-                self.failure = str(error).partition("\n")[0].removesuffix(WITHOUT_RAY)
+                self.failure = str(error).partition("\n")[0]
             except Exception as error:  # the next attempt may succeed, and without this thread no search starts
                 _log.exception("the devices are not known")
                 self.failure = f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UsageError, unknown
-from ..base.option import options_of
+from ..base.option import option, options_of
 from ..base.reading import Malformed, parse_json, path_of, read_named
 from ..knobs.strategy import MAX_DEVICES
 from ..models.server_model import ServerModel
@@ -25,11 +25,6 @@ from ..runners.command.command import Command, ServerCommand, hidden
 from ..space import Space
 from ..tuner.request.options import SECTIONS, RunRequest
 
-_FLAGS = {
-    field.name: f"--{(option.flag or field.name).replace('_', '-')}"
-    for section in SECTIONS
-    for field, option in options_of(section)
-}
 TRAVELLING: Mapping[str, float | None] = {
     "devices": MAX_DEVICES, "seq_len": 1 << 24, "global_batch": 1 << 24, "lora": None,
     "space": None, "allow": None, "baseline": None, "override": None, "fix": None,
@@ -77,13 +72,13 @@ def travelling(given: Mapping[str, Any]) -> dict[str, Any]:
         request["space"] = (Space.from_yaml(space) if isinstance(space, (str, Path)) else space).to_dict()
     defaults = {field.name: field.default for field in fields(RunRequest)}
     for name, value in tune_arguments.items():
-        if name not in _FLAGS:
+        if name not in {field.name for section in SECTIONS for field, _ in options_of(section)}:
             raise UsageError(unknown("argument", name, (*TRAVELLING, "space", "target")))
         if name not in TRAVELLING:
             if name in defaults and value == defaults[name]:
                 continue
             raise UsageError(
-                f"{_FLAGS.get(name, name)} only applies to the machine that a search runs on and cannot be sent to a server; "
+                f"{option(name)} only applies to the machine that a search runs on and cannot be sent to a server; "
                 "leave it out"
             )
         request[name] = list(value) if isinstance(value, tuple) else value

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import UsageError, unknown
+from ..base.option import option
 from ..estimator.hardware import find_hardware
 from ..results import RunFolder
 from ..runners.command.objective import DIRECTIONS
@@ -50,7 +51,7 @@ def _check_honoured(request: Request, task: Task) -> None:
                 f"{flag} has no effect on the runner '{request.runs_on}'; request the runner 'ray', or leave it out"
             )
     if "device_kind" in requested_options and cluster_address(request.ray_address) is None:
-        raise UsageError("--device-kind chooses among the devices of a cluster: --ray-address")
+        raise UsageError(f"{option('device_kind')} chooses among the devices of a cluster: {option('ray_address')}")
     runs_here = request.runs_on != EMULATE and task.device.type == "cpu"
     if (
         task.workload is not None
@@ -59,7 +60,7 @@ def _check_honoured(request: Request, task: Task) -> None:
         and find_hardware(request.hardware).kind == "cuda"
     ):
         raise UsageError(
-            "--hardware names GPUs, but this machine has none to run trials on: `redline estimate` predicts them"
+            f"{option('hardware')} names GPUs, but this machine has none to run trials on: `redline estimate` predicts them"
         )
     if request.direction is not None:
         if request.direction not in DIRECTIONS:
@@ -72,10 +73,10 @@ def _check_honoured(request: Request, task: Task) -> None:
         return
     if "measure_time" in requested_options and task.command is None:
         raise UsageError(
-            "--measure-time is for a workload or a command, whose steps are timed; a callable measures itself"
+            f"{option('measure_time')} is for a workload or a command, whose steps are timed; a callable measures itself"
         )
     if request.hardware is not None and task.workload is None:
-        raise UsageError("--hardware is for a workload, whose time and memory are estimated")
+        raise UsageError(f"{option('hardware')} is for a workload, whose time and memory are estimated")
     if request.runs_on != IN_PROCESS:
         return
     for name in ("trial_timeout", "memory_limit"):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ..base.option import option
 from ..results import Measurement, RunFolder, Status, Trial, summary
 from ..results.again import Z95
 from ..results.columns import speed
@@ -152,8 +153,8 @@ class Confirmation:
             if trial.number in self._saved:
                 kept = "its earlier re-measurements are kept"
             self.listener.on_message(
-                f"trial {trial.number} timed out when measured again ({again.reason}): {kept}; --trial-timeout sets the "
-                "time limit"
+                f"trial {trial.number} timed out when measured again ({again.reason}): {kept}; {option('trial_timeout')} sets "
+                "the time limit"
             )
             return
         self.listener.on_message(f"trial {trial.number} failed when measured again: {again.status} ({again.reason})")

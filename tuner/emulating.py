@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, share_of_host, usable_cores
 from ..base.errors import UsageError
+from ..base.option import option
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware
 from ..estimator.measuring import table_entry
@@ -74,7 +75,7 @@ def emulator(
     if estimator is None:
         raise UsageError(
             "the runner 'emulate' prices communication by the hardware's links, but this machine could not be measured: "
-            "name its hardware by --hardware NAME or FILE"
+            f"name its hardware by {option('hardware')} NAME or FILE"
         )
     hardware, device = estimator.hardware, task.device
     # Times measured here do not apply to other hardware.

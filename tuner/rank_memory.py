@@ -5,6 +5,7 @@ from collections.abc import Callable
 from ..base.device import SHARE_OF_HOST, available_memory_mib, share_of_host
 from ..base.errors import UsageError
 from ..base.gpus import gpu_use
+from ..base.option import option
 from ..estimator.constants import Constants
 from ..runners import Runner
 from .emulating import memory_of_emulated
@@ -56,7 +57,7 @@ def memory_of_rank(
     if (free := available_memory_mib()) < earlier_mib * ranks:
         raise UsageError(
             f"the trials of '{request.out}' had {earlier_mib:,.0f} MiB a rank, but this host has {free / ranks:,.0f} MiB a "
-            f"rank left: end other processes that use its memory, or start another run with --out DIR"
+            f"rank left: end other processes that use its memory, or start another run with {option('out')} DIR"
         )
     return earlier_mib
 

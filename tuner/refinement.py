@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError
+from ..base.option import option
 from ..knobs.rules import RuleContext
 from ..models import Workload
 from ..results import Trial, summary
@@ -25,15 +26,16 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
 
     if workload is None:
         raise UsageError(
-            "--layerwise needs a workload, whose blocks can be treated unlike each other, not a callable or a command"
+            f"{option('layerwise', True)} needs a workload, whose blocks can be treated unlike each other, not a callable or a "
+            "command"
         )
     if not followed(workload):
         raise UsageError(
-            "--layerwise needs a schedule that follows a strategy for each block, but the workload has its own"
+            f"{option('layerwise', True)} needs a schedule that follows a strategy for each block, but the workload has its own"
         )
     if not {"checkpoint_ratio", "zero", "tp"} & set(space.by_name):
         raise UsageError(
-            "--layerwise chooses tp, zero or checkpointing of each block, but the space has none of these knobs"
+            f"{option('layerwise', True)} chooses tp, zero or checkpointing of each block, but the space has none of these knobs"
         )
 
 

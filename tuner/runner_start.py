@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, detect, usable_cores
 from ..base.errors import RunnerError
+from ..base.option import option
 from ..estimator.hardware import find_hardware
 from ..models import Workload
 from ..models.flops import flops_of
@@ -199,7 +200,9 @@ def _kind_of_cluster(request: Request, driver: RayDriver, warn: Callable[[str], 
         name = earlier if any(kind.device.name == earlier for kind in kinds) else None
     chosen = choose_kind(kinds, name)
     if len(kinds) > 1 and name is None:
-        warn(f"the cluster has {kinds_text(kinds)}: trials use the {chosen.device.name}; --device-kind chooses others")
+        warn(
+            f"the cluster has {kinds_text(kinds)}: trials use the {chosen.device.name}; {option('device_kind')} chooses others"
+        )
     return chosen
 
 

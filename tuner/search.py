@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..base.errors import NoRoom, RunnerError
+from ..base.option import option
 from ..results import Measurement, RunFolder, Status, Trial
 from ..results.measurement import DEFAULT, FALLBACK, REFINEMENT, USER
 from ..results.summary import best_so_far
@@ -262,7 +263,8 @@ class Search:
             return None
         subject = f"the first {'three' if called else 'two'} trials"
         if status is Status.TIMEOUT and NO_METRIC in finished[0].measured.reason:
-            return f"{subject} timed out {NO_METRIC}, so {self.user_code_errors} is to blame, or --trial-timeout is too short"
+            blame = f"{self.user_code_errors} is to blame, or {option('trial_timeout')} is too short"
+            return f"{subject} timed out {NO_METRIC}, so {blame}"
         # A callable may also return a measurement that is a crash, such as a recorded one.
         if status is not Status.CRASH or (called and not _EXCEPTION.match(finished[0].measured.reason)):
             return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import SpaceError
 from ..base.host_memory import memory_groups
+from ..base.option import option
 from ..estimator.hardware import find_hardware
 from ..estimator.measuring import hardware_of
 from ..knobs.text import config_text
@@ -159,7 +160,9 @@ def _estimator(
         hardware = hardware_of(start.kind.device)
         if hardware is None and start.elsewhere:
             name = start.kind.device.name
-            warn(f"the search begins without an estimate: {name} is not in the hardware table; --hardware names it")
+            warn(
+                f"the search begins without an estimate: {name} is not in the hardware table; {option('hardware')} names it"
+            )
             return None
     return estimate_to_begin_with(
         task.workload,

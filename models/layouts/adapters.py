@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
+from ...base.option import option
 from ...base.reading import Malformed, parse_json, read_named
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture
@@ -38,8 +39,8 @@ def with_adapters(weights: Weights, architecture: Architecture, adapters: Path |
     if not isinstance(architecture, AdaptedArchitecture):
         if adapters is not None:
             raise WorkloadError(
-                f"'{adapters}' contains adapters, but this {architecture.model_type} is trained without; give --lora r=..., "
-                "or merge them first: redline convert --merge"
+                f"'{adapters}' contains adapters, but this {architecture.model_type} is trained without; give "
+                f"{option('lora')} r=..., or merge them first: redline convert --merge"
             )
         return weights
     model = without_memory(architecture)
@@ -81,7 +82,7 @@ def read_adapters(folder: Path, architecture: AdaptedArchitecture) -> dict[str, 
     if (r, alpha) != (lora.r, lora.alpha or lora.r):
         raise WorkloadError(
             f"'{folder}' contains adapters of r={r}, alpha={alpha}, and the model has r={lora.r}, "
-            f"alpha={lora.alpha or lora.r:g}: give --lora r={r},alpha={alpha}"
+            f"alpha={lora.alpha or lora.r:g}: give {option('lora', f'r={r},alpha={alpha}')}"
         )
     stored = file_tensors(folder / WEIGHTS)
     return {
@@ -149,7 +150,8 @@ def _check_adapters(location: str, model: Any, adapter_tensors: LazyTensors) -> 
     expected = {name: tensor.shape for name, tensor in model.state_dict().items() if is_adapter(name)}
     if differences := shape_differences(expected, {name: tensor.shape for name, tensor in adapter_tensors.items()}):
         raise WorkloadError(
-            f"{location} contains other adapters than the model has. {differences} Give --lora target=... of these layers"
+            f"{location} contains other adapters than the model has. {differences} Give {option('lora')} target=... "
+            "of these layers"
         )
 
 

@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
 
+from ...base.option import option
 from ...knobs.text import value_text
 from ...results import Measurement, Trial
 from .observation import ObservedTraining, Speed
@@ -103,7 +104,7 @@ class TrainingComparison:
         if not self.unit:
             self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
         if measured.unit != self.unit:
-            return f"it reported {measured.unit}, but {self.unit} before: choose one with --metric"
+            return f"it reported {measured.unit}, but {self.unit} before: choose one with {option('metric')}"
         # With another number of samples per step the same step has another loss.
         return _loss_deviation(losses, self.losses) if samples == self.samples else None
 
@@ -141,7 +142,7 @@ class TrainingComparison:
                 f"precision={requested.precision} asks"
             )
         if requested.ranks is not None and ranks != requested.ranks:
-            return f"it trained on {ranks} rank{'s'[: ranks > 1]}, but --devices asks for {requested.ranks}"
+            return f"it trained on {ranks} rank{'s'[: ranks > 1]}, but {option('devices')} asks for {requested.ranks}"
         return None
 
     @staticmethod
@@ -189,8 +190,8 @@ def printed_deviation(metric: str, value: float, speed: Speed, samples_per_step:
     if observed is None or abs(value - observed) <= APART * observed:
         return None
     return (
-        f"it prints {metric} = {value:,.6g}, but {observed:,.6g} was observed over {speed.steps} steps: without --metric, the "
-        "observed speed counts"
+        f"it prints {metric} = {value:,.6g}, but {observed:,.6g} was observed over {speed.steps} steps: without "
+        f"{option('metric')}, the observed speed counts"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.errors import UsageError
+from ...base.option import option
 from .objective import BESIDE, PREFERRED
 from .suggestion import NOT_TRAINING
 
@@ -179,20 +180,22 @@ def lines_for(metrics: Sequence[str]) -> Lines:
     patterns: list[re.Pattern[str]] = []
     names: dict[str, str] = {}
     requested: list[str] = []
-    for option in metrics:
+    for expression in metrics:
         # Names in JSON lines may contain slashes, brackets and spaces, but not these characters.
-        if _PATTERN_CHARACTERS.search(option) or option.count("(") != option.count(")"):
-            pattern = _pattern(option)
+        if _PATTERN_CHARACTERS.search(expression) or expression.count("(") != expression.count(")"):
+            pattern = _pattern(expression)
             patterns.append(pattern)
             requested += [name for name in pattern.groupindex if name not in requested]
             continue
-        metric, equals, name = option.partition("=")
+        metric, equals, name = expression.partition("=")
         if not (equals and metric.isidentifier() and name):
-            last_part = option.rpartition("/")[2]
-            metric, name = last_part if last_part in (*PREFERRED, *BESIDE) else option, option
+            last_part = expression.rpartition("/")[2]
+            metric, name = last_part if last_part in (*PREFERRED, *BESIDE) else expression, expression
         if metric in names.values():
             namesake = next(earlier for earlier in names if names[earlier] == metric)
-            raise UsageError(f"--metric: '{namesake}' and '{name}' are both called {metric}; write one as OTHER={name}")
+            raise UsageError(
+                f"{option('metric')}: '{namesake}' and '{name}' are both called {metric}; write one as OTHER={name}"
+            )
         names[name] = metric
         requested.append(metric)
     return Lines(patterns, names, requested)
@@ -202,10 +205,10 @@ def _pattern(expression: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(expression)
     except re.error as error:
-        raise UsageError(f"--metric '{expression}' is not a valid regular expression: {error}") from None
+        raise UsageError(f"{option('metric')} '{expression}' is not a valid regular expression: {error}") from None
     if not pattern.groupindex:
         raise UsageError(
-            f"--metric '{expression}' has no named group; write one for the number, such as "
+            f"{option('metric')} '{expression}' has no named group; write one for the number, such as "
             r"'speed: (?P<tokens_per_second>[\d.]+)'"
         )
     return pattern

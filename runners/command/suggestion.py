@@ -1,10 +1,10 @@
 """Suggests a `--metric` for output that contains a speed in an unknown form, and tries it on the same lines."""
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...base.option import option
 from ..trial import failure
 
 _NUMBER = r"\d[\d,]*\.?\d*[kKMG]?"
@@ -55,7 +55,7 @@ class Suggestion:
         """What to add to the command, in words."""
         times = f", and reads {self.matches} of the last lines" if self.matches > 1 else ""
         return (
-            f"--metric {shlex.quote(self.metric)} reads '{self.value}' in "
+            f"{option('metric', self.metric)} reads '{self.value}' in "
             f"'{failure.shortened(self.line.strip(), 100)}'{times}"
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import UsageError
+from ...base.option import option
 from ...frameworks.export_input import PORT
 from ...frameworks.launcher import Launcher
 from ...frameworks.registry import find_launcher
@@ -130,7 +131,7 @@ class Commands(Work):
         self.divisions = tuple(expression for template in templates for expression in template.divisions)
         """Its expressions that may have no value for some configurations, as after a division by zero."""
         if "global_batch" in self.names and global_batch is None:
-            raise UsageError("the command uses {global_batch}: set it with --global-batch")
+            raise UsageError(f"the command uses {{global_batch}}: set it with {option('global_batch')}")
         if global_batch is not None and not self.names & {"global_batch", "grad_accum"} and self._samples is None:
             raise UsageError(
                 f"the command has no placeholder for the global batch, {global_batch}: add {{grad_accum}} or "
@@ -150,8 +151,8 @@ class Commands(Work):
         # With a fixed total the micro-batch does not change the samples of a step, so that they cannot be derived from it.
         if samples is None and launcher.own_total and "micro_batch" in self._space.by_name:
             raise UsageError(
-                f"--launcher {launcher.name} has a fixed number of samples per step, whatever the micro-batch: set it with "
-                f"--global-batch, or with {launcher.total} in the command"
+                f"{option('launcher')} {launcher.name} has a fixed number of samples per step, whatever the micro-batch: set it "
+                f"with {option('global_batch')}, or with {launcher.total} in the command"
             )
         return samples
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ...base.device import Device
 from ...base.errors import NoRoom, RunnerError, UsageError
+from ...base.option import option
 from ...results import Status
 from ..trial.job import Job, Outcome
 from .ray_host import HostGroup, RayHost, describe
@@ -189,13 +190,13 @@ def choose_kind(kinds: Sequence[DeviceKind], name: str | None) -> DeviceKind:
     named = [kind for kind in kinds if name is None or name.lower() in kind.device.name.lower()]
     exact = [kind for kind in named if name is not None and name.lower() == kind.device.name.lower()]
     if name is not None and len(exact or named) != 1:
-        raise UsageError(f"--device-kind must name one of {kinds_text(kinds)}, but got '{name}'")
+        raise UsageError(f"{option('device_kind')} must name one of {kinds_text(kinds)}, but got '{name}'")
     kind = (exact or named)[0]
     if kind.accelerator is None and len(kinds) > 1:
         raise UsageError(
             f"Ray does not know the kind of the {kind.device.name} nodes, so trials cannot be kept off other nodes "
             f"({kinds_text(kinds)}): start these nodes with `--resources '{{\"{ACCELERATOR}NAME\": 1}}'`, or choose others by "
-            "--device-kind"
+            f"{option('device_kind')}"
         )
     return kind
 
@@ -267,7 +268,7 @@ class Cluster:
         at_once = (
             f"{self.slots} trial{'s' * (self.slots > 1)} at once of the {possible} that the cluster has devices for"
         )
-        return at_once if asked is not None else f"{at_once}; --concurrency changes that"
+        return at_once if asked is not None else f"{at_once}; {option('concurrency')} changes that"
 
     def _capacities(self, resources_of_nodes: Sequence[Mapping[str, float]]) -> list[float]:
         """Devices of the requested kind on each node, of its resources."""
@@ -282,7 +283,7 @@ class Cluster:
         devices = self._setup.devices
         nodes = [node["Resources"] for node in live_nodes()]
         if not nodes:
-            raise RunnerError("the Ray cluster has no live node; start one, or pass `--runner local`")
+            raise RunnerError(f"the Ray cluster has no live node; start one, or pass `{option('runner', 'local')}`")
         capacities = self._capacities(nodes)
         shares = " + ".join(f"{capacity:g}" for capacity in capacities) or "0"
         kind = f"{self._setup.accelerator} GPU" if self._setup.accelerator else self._kind
@@ -385,7 +386,9 @@ class Cluster:
         waiting = f"waiting for {devices} {kind}: {sum(capacities):g} of {total:g} are free{used_by}"
         patience_s = self._setup.patience_s
         if patience_s is not None and waited_s > patience_s:
-            raise NoRoom(f"no room on the Ray cluster within {patience_s:g} s: {waiting}. A longer --time waits longer")
+            raise NoRoom(
+                f"no room on the Ray cluster within {patience_s:g} s: {waiting}. A longer {option('time')} waits longer"
+            )
         return waiting
 
     def _host_group(self, slot: int) -> HostGroup:

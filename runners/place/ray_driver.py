@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from ...base.device import Device
 from ...base.errors import RedlineError, RunnerError
 from ...base.forked import die_with_parent
+from ...base.option import option
 from ...base.scratch import remove
 from ..host.process import adopt_orphans, kill_descendants
 from ..host.protocol import Channel, Received, keep_alive, receive_call, serve
@@ -35,8 +36,6 @@ CLOSE_S = 15.0
 """Time for Ray to shut down, s."""
 BEAT_S = 3.0
 """Interval between checks that Ray and the hosts answer, s."""
-WITHOUT_RAY = ". `--runner local` works without Ray."
-"""Advice at the end of errors of joining a cluster."""
 ANY_CLUSTER = "ab" * 28
 """An id that no cluster has, in hexadecimal digits."""
 
@@ -222,8 +221,15 @@ def _join(address: str | None) -> RedlineError | None:
         return error
     except (OSError, RuntimeError, ValueError) as error:
         action = f"joining the Ray cluster at {address!r}" if address else "starting Ray on this machine"
-        return RunnerError(f"{action} failed: {error}{WITHOUT_RAY}")
+        return _not_joined(action, error)
     return None
+
+
+def _not_joined(action: str, error: Exception) -> RunnerError:
+    failure = RunnerError(f"{action} failed: {error}")
+    # A note, since a server, whose only devices are Ray's, shows the error alone.
+    failure.add_note(f"`{option('runner', 'local')}` works without Ray.")
+    return failure
 
 
 def _authenticate(address: str) -> None:
@@ -309,7 +315,7 @@ def check_listens(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
-        raise RunnerError(f"joining the Ray cluster at {address!r} failed: {error}{WITHOUT_RAY}") from error
+        raise _not_joined(f"joining the Ray cluster at {address!r}", error) from error
 
 
 if __name__ == "__main__":

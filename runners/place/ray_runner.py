@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...base.errors import MissingDependency, RunnerError, UsageError
+from ...base.option import option
 from ...base.scratch import sweep
 from ...models import Workload
 from ..dispatch import DryRunner
@@ -172,7 +173,9 @@ class RayDriver:
 
     def __init__(self, address: str | None = None) -> None:
         if importlib.util.find_spec("ray") is None:
-            raise MissingDependency("the ray runner needs ray: `pip install ray`, or choose `--runner local`")
+            raise MissingDependency(
+                f"the ray runner needs ray: `pip install ray`, or choose `{option('runner', 'local')}`"
+            )
         self._closing = False
         self._process = HelperProcess("redline.runners.place.ray_driver", "ray")
         self.caller = Caller(self._process.connection, self._lost, start_s=START_S, silence_s=SILENCE_S)

@@ -41,7 +41,7 @@ def test_no_database_that_a_run_names_is_opened_or_made(whole, tmp_path, there):
     before = database.read_bytes() if there else None
     RunFiles.read(run)
     for read in (View, lambda folder: read_runs([folder])):
-        with pytest.raises(RedlineError, match="only if you name it with --storage"):
+        with pytest.raises(RedlineError, match="only if you name it with storage"):
             read(run)
     assert (database.read_bytes() if database.exists() else None) == before
 
@@ -75,7 +75,7 @@ def test_no_storage_that_unpickles_is_opened_even_by_name(whole, tmp_path):
 def test_a_run_is_resumed_in_its_storage_only_where_it_is_named_again(tmp_path):
     url = f"sqlite:///{tmp_path / 'studies.db'}"
     run = make_run(tmp_path / "run", storage=url)
-    with pytest.raises(StudyError, match=r"add --storage 'sqlite:///"):
+    with pytest.raises(StudyError, match=r"add storage='sqlite:///"):
         RunFolder.open(run, ASKED, knobs=KNOBS, resume=True)
     with RunFolder.open(run, ASKED, knobs=KNOBS, storage=url, resume=True) as again:
         assert len(again.trials()) == 9

@@ -355,6 +355,12 @@ def test_an_accelerate_file_beside_a_script(folder):
     made = found.on()
     (change,) = made.changes({**made.config, "zero": 3})
     assert change.text == "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}" and change.where == "fsdp.yaml"
+    launched = read("accelerate launch --multi_gpu --num_processes 8 run_clm.py --per_device_train_batch_size 2").on()
+    places = {
+        change.text: change.where for change in launched.changes({**launched.config, "zero": 3, "micro_batch": 4})
+    }
+    assert places["--use_fsdp"] == "the command, before the script"
+    assert places["--per_device_train_batch_size 4"] == "the command"
 
 
 def test_an_axolotl_file(folder):
@@ -1173,6 +1179,29 @@ def test_fsdp_of_lightning_without_a_policy_is_one_unit_and_its_offload_that_of_
     wrapped = lightning.reading({"trainer.strategy.class_path": "lightning.FSDPStrategy", **settings}, "x")
     assert "one_unit" not in wrapped.facts and wrapped.knobs["zero"] == 3
     assert wrapped.knobs["offload"] == "optimizer" and wrapped.conventions["offload_weights"]
+
+
+def test_lightnings_registered_name_of_fsdp_with_offload_offloads_shards():
+    reader = find_framework("lightning").reading({"trainer.strategy": "fsdp_cpu_offload"}, "x")
+    assert reader.knobs["offload"] == "optimizer" and reader.conventions["offload_weights"]
+    assert "offload" not in find_framework("lightning").reading({"trainer.strategy": "fsdp"}, "x").knobs
+
+
+@pytest.mark.parametrize(("strategy", "zero"), [("HYBRID_SHARD", 3), ("HYBRID_SHARD_ZERO2", 2), ("4", 3), ("5", 2)])
+def test_hybrid_shards_are_replicated_over_hosts(folder, strategy, zero):
+    (folder / "fsdp.yaml").write_text(FSDP1.replace("SHARD_GRAD_OP", strategy))
+    config = read("fsdp.yaml").on().config
+    assert (config["zero"], config["hsdp"], config["dp"]) == (zero, 2, 16)
+    settings = {"trainer.devices": 8, "trainer.num_nodes": 4, "trainer.strategy.init_args.sharding_strategy": strategy}
+    lightning = find_framework("lightning").reading({"trainer.strategy.class_path": "FSDPStrategy", **settings}, "x")
+    assert lightning.facts.get("hybrid", False) is strategy.startswith("HYBRID")
+
+
+@pytest.mark.parametrize(("setting", "is_refused"), [("", True), (" deepspeed=ds_z3.json", False)])
+def test_badam_without_deepspeed_is_said_to_be_refused_on_several_devices(setting, is_refused):
+    command = f"llamafactory-cli train stage=sft finetuning_type=full use_badam=true{setting}"
+    notes = read(command, files=False).notes
+    assert any("use_badam: LLaMA-Factory refuses it on more than one device" in note for note in notes) is is_refused
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """An option is declared once: the command line, `redline.tune`, the HTTP API and the checks are derived from it."""
 
+import ast
 import re
 from dataclasses import dataclass, fields
 from inspect import signature
@@ -11,6 +12,7 @@ import pytest
 import redline
 from click.testing import CliRunner
 from command_line import run
+from house import ROOT, sources
 from redline.base.errors import UsageError
 from redline.base.option import Option, check_options, options_of
 from redline.base.removed import REPLACEMENTS
@@ -96,6 +98,30 @@ def test_defaults_are_the_same_everywhere():
             assert SearchForm.model_fields[name].description == option.help == params[name].help
 
 
+def test_messages_name_options_as_they_are_given(capsys):
+    with pytest.raises(UsageError, match=r"^resume=True needs out, the folder"):
+        redline.tune("gpt2-tiny", resume=True)
+    code, _, err = run(capsys, "tune", "gpt2-tiny", "--resume")
+    assert code == 2 and "--resume needs --out, the folder" in err
+    with pytest.raises(UsageError, match=r"^resume=True needs out, the folder"):
+        redline.tune("gpt2-tiny", resume=True)
+
+
+def test_every_option_that_a_message_names_is_declared():
+    declared = OPTIONS | {field.name: (field, option) for field, option in options_of(Command) if not option.in_file}
+    named = [
+        [getattr(argument, "value", None) for argument in call.args]
+        for path in sources(ROOT).values()
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and getattr(call.func, "id", "") == "option"
+        and isinstance(call.args[0], ast.Constant)
+    ]
+    assert len(named) > 50
+    for name, *value in named:
+        assert (value == [True]) == (declared[name][0].default is False), name
+
+
 @pytest.mark.parametrize("name", sorted(each for each, (_, option) in OPTIONS.items() if option.type))
 def test_the_api_refuses_the_values_that_python_refuses(name):
     _, option = OPTIONS[name]
@@ -139,7 +165,7 @@ def test_a_new_option_needs_one_line():
     assert re.search(r"--apples N +Number of apples\.  \[default: 3\]", CliRunner().invoke(pick, ["--help"]).output)
     with pytest.raises(UsageError, match="apples must be a whole number of at least 2, but got 1"):
         CliRunner().invoke(pick, ["--apples", "1"], catch_exceptions=False)
-    body = form("Body", Section)
+    body = form("Body", {"apples": 9, "ripe": None}, Section)
     assert body().model_dump() == {"apples": 3, "ripe": False}
     for apples in (1, 10):
         with pytest.raises(pydantic.ValidationError):

@@ -1,7 +1,6 @@
 """Request of a search: the arguments of `redline.tune` and of the command line."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, wraps
@@ -9,8 +8,8 @@ from inspect import Signature, cleandoc, signature
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
-from ...base.errors import RedlineError, UsageError, nearest, unknown
-from ...base.option import Option, either
+from ...base.errors import UsageError, nearest, unknown
+from ...base.option import Option, either, option
 from ...base.removed import replacement
 from ...estimator.hardware import find_hardware
 from ...models import Workload
@@ -259,7 +258,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         if self.out is not None:
             RunFolder.check(self.out, resume=self.resume)
         elif self.resume:
-            raise UsageError("--resume needs --out, the folder of the run to continue")
+            raise UsageError(f"{option('resume', True)} needs {option('out')}, the folder of the run to continue")
         if self.names_model:
             check_name(str(self.target))
 
@@ -278,31 +277,6 @@ Answer = TypeVar("Answer")
 
 _PYTHON = {"set": "override"}
 """Arguments of `redline.tune` by the name of their option, if that differs."""
-_OPTION = re.compile(r" \(`redline [^`]*`\)|(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?: (\w+)(?=`))?")
-"""Matches a command in parentheses, or an option with its value if both are quoted."""
-
-
-def in_python(message: str) -> str:
-    """Replaces the command line's options in a message by arguments of `redline.tune`, and leaves commands out.
-
-    >>> in_python("continue it with --resume, or give another --out")
-    'continue it with resume=True, or give another out'
-    >>> in_python("`--runner local` works without Ray")
-    "`runner='local'` works without Ray"
-    """
-    defaults = {field.name: field.default for field in fields(Request)}
-
-    def argument(match: re.Match[str]) -> str:
-        if match[1] is None:
-            return ""
-        name = _PYTHON.get(match[1], match[1].replace("-", "_"))
-        if name not in defaults:
-            return match[0]
-        if defaults[name] is False:
-            return f"{name}=True"
-        return name if match[2] is None else f"{name}={match[2]!r}"
-
-    return _OPTION.sub(argument, message)
 
 
 def taking(make_request: Callable[Given, Request]) -> Callable[[Callable[[Request], Answer]], Callable[Given, Answer]]:
@@ -323,13 +297,7 @@ def taking(make_request: Callable[Given, Request]) -> Callable[[Callable[[Reques
                     raise TypeError(
                         f"{function.__name__}() got an unknown argument '{name}'{nearest(name, names) or '.'}"
                     )
-            try:
-                return function(make_request(*args, **kwargs))
-            except RedlineError as error:
-                error.args = tuple(
-                    in_python(argument) if isinstance(argument, str) else argument for argument in error.args
-                )
-                raise
+            return function(make_request(*args, **kwargs))
 
         begin, _, after_arguments = cleandoc(function.__doc__ or "").partition("\nArgs:\n")
         sections = "\n".join(cleandoc(section.__doc__ or "").partition("\nArgs:\n")[2] for section in SECTIONS)

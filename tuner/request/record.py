@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import StudyError
-from ...base.option import options_of
+from ...base.option import option, options_of
 from ...base.reading import absolute
 from ...base.writing import as_data, cannot_write, write_atomic
 from ...knobs.strategy import BLOCK_KNOBS
@@ -109,7 +109,7 @@ def request_again(folder: str | Path) -> dict[str, Any]:
     if not isinstance(target, (str, dict)) or not values.keys() <= {field.name for field in fields(Request)}:
         raise StudyError(
             f"'{folder}' cannot be resumed by its folder alone, since run.yaml does not contain all of its request: repeat the "
-            "same command or call with --resume"
+            f"same command or call with {option('resume', True)}"
         )
     if isinstance(target, dict):
         if "command" not in target or not target.keys() <= {field.name for field in fields(Command)}:

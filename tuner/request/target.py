@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.device import Device, detect, usable_cores
 from ...base.errors import SpaceError, UsageError, WorkloadError
+from ...base.option import option
 from ...frameworks.registry import find_launcher
 from ...knobs.strategy import SPLITS, STANDARD
 from ...knobs.text import value_text
@@ -158,7 +159,7 @@ def _command_task(target: Command, request: TrainingRequest, common: dict[str, A
         raise UsageError("data is for a workload; a command has its own data")
     workload, model_notes = _command_workload(target, trained, request)
     if workload is None:
-        _refuse_parts(request, ("seq_len", "lora"), "a command, unless --model names its model")
+        _refuse_parts(request, ("seq_len", "lora"), f"a command, unless {option('model')} names its model")
     space, allowed = request.space_or(partial(_command_space, target, trained, request, count))
     if "grad_accum" in space.by_name:
         trained = replace(trained, global_batch=None)
@@ -183,7 +184,7 @@ def _command_task(target: Command, request: TrainingRequest, common: dict[str, A
     if not space.knobs:
         common["notes"] += (
             "the command has no knob, so it is measured once: write {micro_batch} or any other name where a value belongs, and "
-            "give its values, such as --set micro_batch=8,16,32",
+            f"give its values, such as {option('override')} micro_batch=8,16,32",
         )
     common["notes"] += (*model_notes, *allowed, *command.notes)
     return Task(
@@ -217,13 +218,15 @@ def _command_workload(
     except WorkloadError as error:
         if command.model is not None:
             raise
-        return None, (f"the search begins without an estimate of the command's model (--model names one): {error}",)
+        return None, (
+            f"the search begins without an estimate of the command's model ({option('model')} names one): {error}",
+        )
     of = f", {workload.seq_len} tokens a sample" if workload.seq_len else ""
     if name is None:
         return workload, (
-            f"the estimate is that of the model that the command's flags describe{of}; --model names another",
+            f"the estimate is that of the model that the command's flags describe{of}; {option('model')} names another",
         )
-    source = "" if command.model is not None else "; the command names it, and --model names another"
+    source = "" if command.model is not None else f"; the command names it, and {option('model')} names another"
     return workload, (f"the estimate is that of {workload.name}{of}{source}",)
 
 
@@ -286,7 +289,7 @@ def _fix_global_batch(space: Space, total: int, devices: int) -> None:
     """
     if "micro_batch" not in space.by_name or "grad_accum" in space.by_name:
         raise UsageError(
-            "--global-batch needs the knob micro_batch, from which grad_accum follows, and no knob grad_accum"
+            f"{option('global_batch')} needs the knob micro_batch, from which grad_accum follows, and no knob grad_accum"
         )
     together = samples_of_a_pass(space, devices)
     accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
@@ -323,7 +326,7 @@ def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]
         if count > device.count:
             raise UsageError(
                 f"{count} devices were requested, but there are {device.count} ({device.name}); those of several hosts need "
-                "a Ray cluster: --ray-address"
+                f"a Ray cluster: {option('ray_address')}"
             )
         return ()
     cores = usable_cores()

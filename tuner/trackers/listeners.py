@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ...base.errors import MissingDependency
+from ...base.option import option
 from ...results import Trial, summary
 from ...results.columns import fold
 from ..listener import SearchPlan
@@ -39,7 +40,7 @@ class Tracker:
         try:
             import_module(self.name)
         except ImportError as error:
-            raise MissingDependency(f"--log-to {self.name} needs it: pip install {self.package}") from error
+            raise MissingDependency(f"{option('log_to')} {self.name} needs it: pip install {self.package}") from error
 
     def start(self, title: str, settings: Mapping[str, Plain], runs: Mapping[str, str]) -> str:
         """Starts a run and returns its id; continues the run of this tracker in `runs`, ids by tracker, if there is one."""
