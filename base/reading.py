@@ -375,6 +375,8 @@ class JsonLines:
 
     def __init__(self, folder: Path, name: str, begin: int = 0) -> None:
         self._folder, self._name, self._at, self._rest = folder, name, begin, b""
+        self.damaged = 0
+        """Number of lines that were left out."""
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yields new complete lines. Lines that are not JSON objects, such as one that a full disk truncated, are
@@ -392,7 +394,11 @@ class JsonLines:
         self._at += len(data)
         *complete, self._rest = (self._rest + data).split(b"\n")
         for line in complete:
-            with contextlib.suppress(Malformed):
+            try:
                 record = parse_json(line)
-                if isinstance(record, dict):
-                    yield record
+            except Malformed:
+                record = None
+            if isinstance(record, dict):
+                yield record
+            else:
+                self.damaged += 1

@@ -295,7 +295,15 @@ class ExportInput:
         """Settings of the configuration's knobs, and no others, by their names in a framework.
 
         For a command's run: the rest of its training is the command's own, and was not measured in another form.
+
+        Raises:
+            UsageError: the framework has a setting for none of them.
         """
+        if self.config and not any(name in table or name in self._used for name in self.config):
+            raise UsageError(
+                f"{self.target} has no setting for what was tuned ({', '.join(self.config)}), so that its file would be empty: "
+                "--to yaml, json and env write the values"
+            )
         settings: dict[str, Any] = {}
         self._used.update(name for name in self.config if name in STANDARD)
         for name, value in self.config.items():

@@ -141,6 +141,8 @@ class ObservedProcess:
                 )
             self.fault = document.get("fault", self.fault)
             self.compiling = document.get("compiling", self.compiling)
+        if self._written.damaged:
+            self.fault = self.fault or "a line of its file is damaged, as by a full disk"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,6 +116,8 @@ def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement
         notes.append(
             f"stalls take {speed.stalled:.0%} of the time: the median step takes {speed.median_s * 1e3:,.4g} ms"
         )
+    if run.observation.fault:
+        notes.append(f"its observer failed: {run.observation.fault}")
     if samples is None:
         notes.append("the samples of a step are not known, as it has no DataLoader: state `samples` in --command-file")
     return Measurement(

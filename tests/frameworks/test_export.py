@@ -176,6 +176,13 @@ def test_what_redline_itself_would_train_is_not_exported_for_a_command():
     assert any(note.startswith("tp=2 has no setting here") for note in made.notes)
 
 
+@pytest.mark.parametrize("target", ["accelerate", "trainer", "deepspeed", "lightning", "torchtitan", "megatron"])
+def test_a_file_without_any_of_a_commands_tuned_settings_is_refused(target):
+    with pytest.raises(UsageError, match=rf"{target} has no setting for what was tuned \(loops, threads\)"):
+        render(target, trial(loops=3, threads=2), COMMAND)
+    assert "loops: 3" in render("yaml", trial(loops=3, threads=2), COMMAND).text
+
+
 @pytest.mark.parametrize(("target", "form"), FORMS)
 def test_every_note_is_in_the_text_of_a_form_with_comments(target, form):
     made = render(target, trial(**(ONE_STAGE if target == "deepspeed" else FULL)), DOCUMENT, form=form)

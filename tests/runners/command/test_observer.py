@@ -37,6 +37,18 @@ def test_a_training_is_observed_as_its_own_clock_has_it_and_not_changed(program,
         assert samples / speed.seconds_per_step == pytest.approx(truth, rel=0.03)
 
 
+def test_a_line_that_a_full_disk_cut_is_not_left_out_without_a_word(tmp_path):
+    observation = Observation(tmp_path)
+    (tmp_path / "1.jsonl").write_text('{"facts": {"rank": 0}}\n{"facts": {"wor')
+    observation.update()
+    assert observation.fault is None, "the process is writing it"
+    with (tmp_path / "1.jsonl").open("a") as file:
+        file.write('\n{"facts": {"world": 2}}\n')
+    observation.update()
+    (process,) = observation.processes.values()
+    assert process.world == 2 and "a line of its file is damaged" in observation.fault
+
+
 def check_clock(program, run):
     """The program ran, and its clock agrees with what is known of it."""
     assert run.returncode == program.returncode, run.output
