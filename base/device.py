@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from .control_groups import cpu_quota
 from .errors import not_installed
 from .gpus import VARIABLE, find_gpus
-from .host_memory import free_memory_mib, memory_groups, total_memory_mib
+from .host_memory import cpu_quota, free_memory_mib, memory_groups, total_memory_mib
 
 DESCRIBED = "described"
 """Feature of a device that is described and not local: packages missing on this machine are not taken into account."""

@@ -20,8 +20,8 @@ from .decisive import Fact, deciding_facts, without
 from .document import finite, numbers
 from .estimate import Estimate
 from .estimator import Estimator
+from .facts.derived import PartlyTrained
 from .facts.model_facts import FactsSource
-from .facts.partly_trained import PartlyTrained
 from .facts.traced import TracedFacts
 from .faster import Faster, faster_configurations
 from .hardware import Hardware, find_hardware

@@ -22,9 +22,8 @@ from .calibration import (
 )
 from .constants import CPU, Constants
 from .estimate import Z80, Estimate, EstimateTable
-from .facts.fused_loss import with_loss
+from .facts.derived import modules_of, with_loss, with_modules
 from .facts.model_facts import FactsSource, ModelFacts, Variant
-from .facts.recomputed_modules import modules_of, with_modules
 from .hardware import Hardware, find_hardware
 from .kernels import kinship
 from .knob_arrays import KnobArrays, knob_arrays

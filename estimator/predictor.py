@@ -11,8 +11,8 @@ from ..frameworks.trainer_config import TrainerConfig
 from ..knobs.strategy import Strategy
 from .estimate import Estimate, EstimateTable, joined
 from .estimator import Estimator
+from .facts.derived import low_rank_share
 from .facts.model_facts import ModelFacts
-from .facts.partly_trained import low_rank_share
 from .fullest import FullestRank, fullest_rank
 from .knob_arrays import knob_arrays
 from .trainers import Trainer

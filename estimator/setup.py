@@ -7,7 +7,7 @@ from ..base.errors import UsageError, unknown
 from ..knobs.meaning import BUCKET_MIB, FORMATS
 from ..knobs.strategy import OFFLOADS
 from ..models.parallel import PIPELINES
-from .facts.recomputed_modules import modules_of
+from .facts.derived import modules_of
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
 """Number of states of a parameter in each optimizer, each of the size of the master weights."""
@@ -116,7 +116,7 @@ class TrainingSetup:
     """Selective recomputation: scores of eager attention are never kept (arXiv:2205.05198)."""
     recompute_modules: str | None = None
     """Modules that blocks recompute in backward, such as `moe_act+layernorm`: names of Megatron-LM's `--recompute-modules`
-    (`estimator/facts/recomputed_modules.py`). Only of models that are counted from their shape."""
+    (`estimator/facts/derived.py`). Only of models that are counted from their shape."""
     keeps_products: bool = False
     """True if blocks that are not recomputed as a whole keep their inputs, attention and every other product, and recompute the
     rest, as torchtitan's selective checkpointing does."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..knobs.sequence import SequenceShards
+    from ..knobs.meaning import SequenceShards
 
 AXES = ("pp", "dp", "tp")
 """Axes of the mesh, outermost first. Ranks that share a layer communicate the most, so they are neighbours and, with
@@ -83,7 +83,7 @@ class World:
     @property
     def sharing(self) -> "SequenceShards":
         """Piece of the sequences."""
-        from ..knobs.sequence import SequenceShards
+        from ..knobs.meaning import SequenceShards
 
         return SequenceShards(sp=self.sp, cp=self.cp, rank=self.replica % (self.sp * self.cp))
 

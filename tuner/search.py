@@ -25,7 +25,7 @@ from .listener import SearchListener
 from .samplers import Sampler
 
 if TYPE_CHECKING:
-    from .samplers.judge import Judge
+    from .samplers.bayes import Judge
 
 ATTEMPTS = 3
 """Number of attempts at a trial if the machinery, not the candidate, fails."""

@@ -26,8 +26,7 @@ from .request.record import asked_of
 from .request.target import Task, resolve_task
 from .runner_start import RunnerStart, make_work
 from .samplers import Sampler, make_sampler
-from .samplers.bayes import BayesSampler
-from .samplers.judge import Judge
+from .samplers.bayes import BayesSampler, Judge
 from .samplers.posterior import SurrogatePrior
 from .warm_start import Transferred, WarmStart, take
 

@@ -12,7 +12,7 @@ from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.lora import lora_of
 from . import disk_cache
-from .fused_loss import unformed
+from .derived import unformed
 from .layout import Layout
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Variant
 from .step_trace import AttentionCall, Product, Segment, StepTrace, Tally

@@ -26,8 +26,7 @@ from ..trial.timing import Clock, Timing, TimingPlan, measure
 from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
 from .observation import FOLDER, OBSERVER, Observation, ObservedTraining, Speed
-from .reading import Lines, Reported, StepNumbers, numbers_of
-from .suggestion import Suggestion, suggestion
+from .reading import Lines, Reported, StepNumbers, Suggestion, numbers_of, suggestion
 from .template import CommandLine, ShellLine
 
 CHECK_S = 0.25

@@ -20,8 +20,7 @@ from ..trial import failure
 from ..trial.job import TEARDOWN_S, Begun, Compiling, Job, Outcome
 from ..trial.memory import WAIT_S
 from .agent import IMPORT, RUN_JOB, SOCKET, START, AgentSetup
-from .helper_process import HelperProcess
-from .process import Deadline, kill_tree
+from .process import Deadline, HelperProcess, kill_tree
 from .protocol import Call, Caller, RemoteError
 
 PLAIN_IMPORTS = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import UsageError, WorkloadError, unknown
 from ...estimator.estimate import Z80
 from ...estimator.fullest import fullest_rank
-from ...estimator.wire import Wire
+from ...estimator.links import Wire
 from ...models import Workload
 from ...results import Measurement, RankReport, Status
 from ...results.again import Z95

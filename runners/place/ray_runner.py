@@ -14,7 +14,7 @@ from ...base.option import option
 from ...base.scratch import sweep
 from ...models import Workload
 from ..dispatch import DryRunner
-from ..host.helper_process import HelperProcess
+from ..host.process import HelperProcess
 from ..host.protocol import Call, Caller
 from ..runner import TrialTerms, Work
 from ..trial import failure

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from ...base._transformers import attends_by_name, change_attention
 from ...base.errors import ScheduleError
+from ...knobs.meaning import SequenceShards
 from ...knobs.rules import sequence_refusal
-from ...knobs.sequence import SequenceShards
 from ..forward import Inner, Layer, add_layer, layers_of, named_arguments
 from . import ring, ring_mask, ulysses
 from .collectives import Axis, all_gather

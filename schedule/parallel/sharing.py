@@ -28,8 +28,8 @@ from torch import nn
 
 from ...base._torch import tree_flatten, tree_unflatten
 from ...base.errors import ScheduleError
+from ...knobs.meaning import SequenceShards
 from ...knobs.rules import sequence_refusal
-from ...knobs.sequence import SequenceShards
 from .. import collectives as differentiable
 from ..forward import Inner, Layer, argument_names, layers_of
 from ..outputs import without_cache

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ScheduleError, unknown
-from ...knobs.sequence import SequenceShards
+from ...knobs.meaning import SequenceShards
 from ..forward import Inner, Layer, add_layer, layers_of
 from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer

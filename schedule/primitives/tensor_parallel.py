@@ -9,7 +9,7 @@ from torch import nn
 
 from ...base._torch import buffers_of, parameters_of
 from ...base.errors import ScheduleError, unknown
-from ...knobs.sequence import SequenceShards
+from ...knobs.meaning import SequenceShards
 from .. import collectives as differentiable
 from ..forward import Layer, add_layer, layers_of
 from ..fused_logits import FusedLogits

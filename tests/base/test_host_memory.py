@@ -2,8 +2,7 @@
 
 import psutil
 import pytest
-from redline.base.control_groups import cpu_quota
-from redline.base.host_memory import MIB, free_memory_mib, memory_groups, total_memory_mib
+from redline.base.host_memory import MIB, cpu_quota, free_memory_mib, memory_groups, total_memory_mib
 
 MOUNTS = {
     1: "36 25 0:30 {root} {point} rw,nosuid shared:9 - cgroup cgroup rw,cpu,memory",

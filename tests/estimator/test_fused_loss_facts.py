@@ -7,7 +7,7 @@ import redline as rl
 import torch
 from live import Live
 from redline.estimator import Constants, Estimator, TrainingSetup
-from redline.estimator.facts.fused_loss import unformed
+from redline.estimator.facts.derived import unformed
 from redline.estimator.facts.traced import TracedFacts, trace_facts
 from redline.schedule.fused_logits import most_chunk
 from torch.nn import functional as F

@@ -2,8 +2,8 @@
 
 import pytest
 from redline.estimator.estimator import Estimator
+from redline.estimator.facts.derived import PartlyTrained, low_rank_share
 from redline.estimator.facts.model_facts import ModelFacts
-from redline.estimator.facts.partly_trained import PartlyTrained, low_rank_share
 from redline.estimator.hardware import find_hardware
 from redline.estimator.setup import TrainingSetup
 

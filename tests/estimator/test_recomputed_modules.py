@@ -3,7 +3,7 @@
 import pytest
 from redline.base.errors import UsageError
 from redline.estimator import Estimator, Shape
-from redline.estimator.facts.recomputed_modules import MODULES, modules_of, with_modules
+from redline.estimator.facts.derived import MODULES, modules_of, with_modules
 from redline.estimator.trainers import find_trainer
 
 # Qwen3-235B and DeepSeek-V3, from their config.json.

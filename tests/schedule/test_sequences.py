@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import mesh
 from redline.base._torch import FakeTensorMode
 from redline.base.errors import ScheduleError
-from redline.knobs.sequence import SequenceShards
+from redline.knobs.meaning import SequenceShards
 from redline.schedule import build, create_schedule
 from redline.schedule.parallel import block_attention, ring_mask, sequences, sharing
 from redline.schedule.parallel.collectives import PlannedMesh

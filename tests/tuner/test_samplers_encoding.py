@@ -13,10 +13,8 @@ from redline.testing.samplers import (
     vast_space,
     wide_space,
 )
-from redline.tuner.samplers.candidates import remaining
-from redline.tuner.samplers.encoding import ABSENT, Encoding
-from redline.tuner.samplers.model_based import subsample
-from redline.tuner.samplers.observations import observe
+from redline.tuner.samplers.candidates import remaining, subsample
+from redline.tuner.samplers.encoding import ABSENT, Encoding, observe
 
 SPACES = [small_space(), wide_space(), conditional_space()]
 

@@ -10,8 +10,8 @@ from .sampler import Sampler, StepwiseSampler
 
 _SAMPLERS = {
     "bayes": ("bayes", "BayesSampler"),
-    "random": ("random_search", "RandomSampler"),
-    "grid": ("grid", "GridSampler"),
+    "random": ("plain", "RandomSampler"),
+    "grid": ("plain", "GridSampler"),
     "tpe": ("optuna_samplers", "TPESampler"),
     "gp": ("optuna_samplers", "GPSampler"),
     "hebo": ("hebo", "HEBOSampler"),

@@ -6,11 +6,9 @@ import numpy as np
 
 from ...base.errors import MissingDependency, UsageError
 from ...space import Config, Space
-from .candidates import Candidates
+from .candidates import Candidates, ModelSampler, spread, subsample
 from .containment import contained
-from .encoding import Encoding
-from .model_based import ModelSampler, spread, subsample
-from .observations import Observations
+from .encoding import Encoding, Observations
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,9 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ...results.storage import quiet
 from ...space import Config
-from .candidates import Candidates
+from .candidates import Candidates, ModelSampler, subsample
 from .containment import one_thread
-from .encoding import ABSENT, Encoding
-from .model_based import ModelSampler, subsample
-from .observations import Observations
+from .encoding import ABSENT, Encoding, Observations
 
 
 def distributions(encoding: Encoding) -> dict[str, BaseDistribution]:

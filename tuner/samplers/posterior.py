@@ -8,11 +8,9 @@ import numpy as np
 from ...base.errors import UsageError
 from ...results import Measurement, Status, Trial
 from ...space import Config, Space
-from .candidates import Candidates, remaining
-from .encoding import Encoding, Features
+from .candidates import SAMPLE, Candidates, remaining
+from .encoding import Encoding, Features, observe
 from .gaussian_process import Kernel, Posterior, Scales
-from .model_based import SAMPLE
-from .observations import observe
 from .prior import Answers, Correction, Predictions, Prior, ShapePrior
 from .surrogate import PriorModel, chance_below, limit_model, throughput_model
 

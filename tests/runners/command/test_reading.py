@@ -6,8 +6,7 @@ import math
 import pytest
 from redline.base.errors import UsageError
 from redline.runners.command.objective import Objective, Requirement, smaller_is_better, usable
-from redline.runners.command.reading import StepNumbers, lines_for, number
-from redline.runners.command.suggestion import suggestion
+from redline.runners.command.reading import StepNumbers, lines_for, number, suggestion
 from tqdm import tqdm
 
 MEGATRON = (
