@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -13,12 +13,14 @@ from rich.text import Text
 
 from ..base.errors import UsageError
 from ..results.columns import fold, speed
-from ..results.scaling import ScalePoint, Scaling
 from ..tuner.request.options import SECTIONS, Request
 from . import exit_codes, words
 from .estimate_text import range_text
 from .options import options_of, request_of
 from .tune import end_in_order, run_folder
+
+if TYPE_CHECKING:
+    from ..tuner.scaling import Scaling
 
 EXAMPLES = """\b
 Examples:
@@ -76,7 +78,7 @@ def scale(
     return exit_codes.FOUND if scaling.measured else exit_codes.NOTHING_FEASIBLE
 
 
-def show(scaling: Scaling, folder: Path) -> None:
+def show(scaling: "Scaling", folder: Path) -> None:
     """Prints a line for each number of devices, as wide as the terminal, and the paths of the files."""
     console = Console(highlight=False)
     if not console.is_terminal:  # a pipe or a file has no width
@@ -85,8 +87,8 @@ def show(scaling: Scaling, folder: Path) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("devices", "batch", unit, "speed-up", "efficiency", "memory", "default", "predicted (80 %)"):
         table.add_column(name, justify="right", overflow="fold")
-    for point in scaling.points:
-        table.add_row(*map(fold, _cells(scaling, point)))
+    for row in scaling.to_dict()["points"]:
+        table.add_row(*map(fold, _cells(row)))
     console.print()
     console.print(table)
     for point in scaling.points:
@@ -99,16 +101,15 @@ def show(scaling: Scaling, folder: Path) -> None:
     console.print(Text(f"wrote    {folder}: scale.csv, scale.svg, and a run for each count"), soft_wrap=True)
 
 
-def _cells(scaling: Scaling, point: ScalePoint) -> Iterator[str]:
-    yield f"{point.devices:,}"
-    yield "" if point.global_batch is None else f"{point.global_batch:,}"
-    yield "" if point.throughput is None else speed(point.throughput, "")
-    yield "" if (gain := scaling.speed_up(point)) is None else f"{gain:.2f}x"
-    yield "" if (share := scaling.efficiency(point)) is None else f"{100 * share:.0f} %"
-    yield "" if point.peak_memory_mib is None else words.memory(point.peak_memory_mib)
-    yield "" if point.default_throughput is None else speed(point.default_throughput, "")
-    low, high = point.predicted_low, point.predicted_high
-    if point.predicted_throughput is None or low is None or high is None:
-        yield ""
-    else:
-        yield range_text(low, high)
+def _cells(row: Mapping[str, Any]) -> Iterator[str]:
+    forms: dict[str, Callable[[Any], str]] = {
+        "devices": "{:,}".format,
+        "global_batch": "{:,}".format,
+        "throughput": lambda throughput: speed(throughput, ""),
+        "speed_up": "{:.2f}x".format,
+        "efficiency": lambda share: f"{100 * share:.0f} %",
+        "peak_memory_mib": words.memory,
+        "default_throughput": lambda throughput: speed(throughput, ""),
+        "predicted_low": lambda low: range_text(low, row["predicted_high"]),
+    }
+    yield from ("" if row[name] is None else form(row[name]) for name, form in forms.items())

@@ -1,26 +1,114 @@
 """`redline.scale`: scaling of a training with the number of devices, tuned for each number."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import RedlineError, RunnerError, SpaceError, UsageError
 from ..base.writing import write_atomic
+from ..knobs.text import config_text
 from ..models import Workload
 from ..models.request import TrainingRequest
-from ..results.scaling import ScalePoint, Scaling
+from .budget import parse_memory
 from .listener import SearchListener
 from .result import Result
 from .tuning import tune
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ..estimator.request import EstimateRequest
 
 FARTHEST = 1024
 """Largest number of devices of predictions, for described hardware and for hardware with links to other nodes."""
-_TRAINING = tuple(field.name for field in fields(TrainingRequest))
+_TRAINING = tuple(member.name for member in fields(TrainingRequest))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalePoint:
+    """The results for one number of devices."""
+
+    devices: int
+    global_batch: int | None = None
+    """Samples per optimizer step."""
+    throughput: float | None = None
+    """Throughput of the winner over all devices; None if none was measured."""
+    unit: str = ""
+    """Unit of all throughputs."""
+    peak_memory_mib: float | None = None
+    """Peak memory of the winner's fullest rank, MiB."""
+    default_throughput: float | None = None
+    """Throughput of the default configuration, which a trainer runs without tuning."""
+    predicted_throughput: float | None = None
+    """Throughput of the best configuration by the estimate, corrected by measurements."""
+    predicted_low: float | None = None
+    """Lower end of its 80 % interval."""
+    predicted_high: float | None = None
+    """Upper end of its 80 % interval."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Configuration of the winner, or the predicted one if none was measured."""
+    why: str = ""
+    """Why nothing was found; empty if a winner was found or nothing was tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The result of `redline.scale`."""
+
+    points: tuple[ScalePoint, ...]
+    """By number of devices, the fewest first."""
+    weak: bool = False
+    """True if the global batch grows with the devices."""
+    interrupted: bool = False
+    """True if it was interrupted."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user."""
+
+    @property
+    def measured(self) -> tuple[ScalePoint, ...]:
+        """The points with a measured winner."""
+        return tuple(point for point in self.points if point.throughput is not None)
+
+    @property
+    def table(self) -> "pd.DataFrame":
+        """A row per point, as in scale.csv: the fields of `ScalePoint`, and `speed_up`, `efficiency` and
+        `predicted_efficiency` relative to the fewest measured devices; an efficiency of 1 means that every device adds as much as
+        the first ones.
+        """
+        import pandas as pd
+
+        table = pd.DataFrame([asdict(point) for point in self.points]).astype({"global_batch": "Int64"})
+        speeds, predictions = table.throughput.astype(float), table.predicted_throughput.astype(float)
+        measured = speeds.first_valid_index()
+        predicted = predictions.where(speeds.notna()).first_valid_index()
+        if predicted is None:
+            predicted = predictions.first_valid_index()
+
+        def relative(values: "pd.Series[float]", base: Any) -> "pd.Series[float]":
+            return values / (math.nan if base is None else values[base])
+
+        table["speed_up"] = relative(speeds, measured)
+        table["efficiency"] = relative(speeds / table.devices, measured)
+        table["predicted_efficiency"] = relative(predictions / table.devices, predicted)
+        return table
+
+    def csv(self) -> str:
+        """Returns the text of scale.csv. Configurations are written as `knob=value` pairs."""
+        table = self.table
+        return str(table.assign(config=table.config.map(config_text)).to_csv(index=False, float_format="%.9g"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a JSON-ready summary."""
+        table = self.table.astype(object)
+        points = table.where(table.notna(), None).to_dict("records")
+        return {"weak": self.weak, "interrupted": self.interrupted, "notes": list(self.notes), "points": points}
+
+    def svg(self) -> str:
+        """Returns the text of scale.svg: throughput over devices, both logarithmic."""
+        return _drawing(self.points)
 
 
 def scale(
@@ -56,7 +144,18 @@ def scale(
     if callable(target) and not isinstance(target, Workload):
         raise UsageError("redline.scale tunes a model or a command; a callable does not depend on devices")
     counts = counts_of(devices)
-    batch_of = _batches(target, counts, global_batch, weak, options)
+    is_traced = isinstance(target, (str, Path, Workload))
+    batch = global_batch
+    if batch is None and is_traced:
+        batch = _estimates(target, counts[0] if weak else counts[-1], None, options).global_batch
+    if weak and batch is not None and batch % counts[0]:
+        raise UsageError(
+            f"a global batch of {batch} cannot grow from {counts[0]} devices: it must be a multiple of {counts[0]}"
+        )
+
+    def batch_of(count: int) -> int | None:
+        return batch // counts[0] * count if weak and batch is not None else batch
+
     folder = None if out is None else Path(out)
     points: list[ScalePoint] = []
     results: dict[int, Result] = {}
@@ -64,29 +163,22 @@ def scale(
     for count in counts:
         run = None if folder is None else folder / f"devices-{count}"
         resume = bool(options.get("resume")) and run is not None and run.exists()
+        search = {**options, "resume": resume, "devices": count, "global_batch": batch_of(count), "out": run}
         try:
             with listening(count) as listener:
-                result = tune(
-                    target,
-                    **{**options, "resume": resume},
-                    devices=count,
-                    global_batch=batch_of(count),
-                    out=run,
-                    listener=listener,
-                )
+                results[count] = tune(target, **search, listener=listener)
         except RedlineError as error:
             refused = refused or error
             points.append(ScalePoint(devices=count, global_batch=batch_of(count), why=str(error)))
             continue
-        results[count] = result
-        points.append(_measured(count, batch_of(count), result))
-        if result.interrupted:
+        points.append(_measured(count, batch_of(count), results[count]))
+        if results[count].interrupted:
             break
     if refused is not None and not results:
         raise refused
     scaling = Scaling(points=tuple(points), weak=weak, interrupted=any(r.interrupted for r in results.values()))
     _save(scaling, folder)  # the prediction may fail after hours of measurements
-    if not scaling.interrupted and isinstance(target, (str, Path, Workload)):
+    if is_traced and not scaling.interrupted:
         scaling = _predicted(scaling, target, batch_of, predict_to, options, results)
         _save(scaling, folder)
     return scaling
@@ -103,7 +195,9 @@ def counts_of(devices: Sequence[int] | str) -> tuple[int, ...]:
     """
     values: Sequence[Any] = devices if not isinstance(devices, str) else [item.strip() for item in devices.split(",")]
     if isinstance(devices, str) and (powers := devices.partition(":"))[0] == "pow2":
-        largest = _count(powers[2] or _present())
+        from ..base.device import detect
+
+        largest = _count(powers[2] or detect().count)
         values = [1 << exponent for exponent in range(largest.bit_length())]
     counts = sorted({_count(value) for value in values})
     if not counts:
@@ -111,38 +205,11 @@ def counts_of(devices: Sequence[int] | str) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _present() -> int:
-    from ..base.device import detect
-
-    return detect().count
-
-
 def _count(value: Any) -> int:
     if (isinstance(value, str) and value.isdecimal()) or (isinstance(value, int) and not isinstance(value, bool)):
         if int(value) >= 1:
             return int(value)
     raise UsageError(f"devices must be numbers such as 1,2,4 or pow2:64, but got {value!r}")
-
-
-def _batches(
-    target: Any, counts: Sequence[int], requested: int | None, weak: bool, options: dict[str, Any]
-) -> Callable[[int], int | None]:
-    """Returns the global batch as a function of the number of devices.
-
-    Raises:
-        UsageError: it cannot grow in proportion.
-    """
-    batch = requested
-    if batch is None and isinstance(target, (str, Path, Workload)):
-        batch = _estimates(target, counts[0] if weak else counts[-1], None, options).global_batch
-    if batch is None or not weak:
-        return lambda count: batch
-    per_device, remainder = divmod(batch, counts[0])
-    if remainder:
-        raise UsageError(
-            f"a global batch of {batch} cannot grow from {counts[0]} devices: it must be a multiple of {counts[0]}"
-        )
-    return lambda count: per_device * count
 
 
 def _save(scaling: Scaling, folder: Path | None) -> None:
@@ -154,14 +221,9 @@ def _save(scaling: Scaling, folder: Path | None) -> None:
 
 
 def _measured(count: int, batch: int | None, result: Result) -> ScalePoint:
-    best, default = result.best, result.default
-    point = ScalePoint(
-        devices=count,
-        global_batch=batch,
-        default_throughput=default.throughput if default is not None else None,
-        why=result.why,
-    )
-    if best is None:
+    default = result.default.throughput if result.default is not None else None
+    point = ScalePoint(devices=count, global_batch=batch, default_throughput=default, why=result.why)
+    if (best := result.best) is None:
         return point
     return replace(
         point,
@@ -176,15 +238,12 @@ def _estimates(
     target: Any, count: int, batch: int | None, options: dict[str, Any], like: "EstimateRequest | None" = None
 ) -> "EstimateRequest":
     from ..estimator.request import estimate_request
-    from .budget import parse_memory
 
     training = {name: options[name] for name in _TRAINING if name in options}
+    limit_mib = parse_memory(options.get("memory_limit"))
+    sizes = {"devices": count, "global_batch": batch}
     return estimate_request(
-        target,
-        options.get("hardware"),
-        memory_limit_mib=parse_memory(options.get("memory_limit")),
-        like=like,
-        **{**training, "devices": count, "global_batch": batch},
+        target, options.get("hardware"), memory_limit_mib=limit_mib, like=like, **{**training, **sizes}
     )
 
 
@@ -199,23 +258,21 @@ def _predicted(
     """Adds predictions to the points, and points of more devices."""
     from ..estimator.plans import fastest
 
-    tried = [point.devices for point in scaling.points]
-    most = max(results)
+    largest, most = scaling.points[-1].devices, max(results)
     try:
         request = _estimates(target, most, batch_of(most), options)
         calibrated = request.estimator.calibrate(results[most].all_trials)
     except (UsageError, RunnerError) as error:  # the model cannot be traced, or the machine cannot be measured
         return replace(scaling, notes=(f"nothing is predicted: {error}",))
-    farthest = predict_to or (tried[-1] if request.hardware.kind == "cpu" else max(tried[-1], FARTHEST))
-    farther = [1 << exponent for exponent in range(farthest.bit_length()) if tried[-1] < 1 << exponent <= farthest]
-    points = [*scaling.points, *(ScalePoint(devices=count, global_batch=batch_of(count)) for count in farther)]
+    farthest = predict_to or (largest if request.hardware.kind == "cpu" else max(largest, FARTHEST))
+    farther = [1 << exponent for exponent in range(farthest.bit_length()) if largest < 1 << exponent <= farthest]
 
     def with_prediction(point: ScalePoint) -> ScalePoint:
         try:
-            point_request = _estimates(target, point.devices, point.global_batch, options, like=request)
+            at_count = _estimates(target, point.devices, point.global_batch, options, like=request)
         except (SpaceError, UsageError) as error:
             return replace(point, why=point.why or str(error))
-        best = fastest(calibrated.on(point_request.estimator.training, point_request.hardware), point_request.space)
+        best = fastest(calibrated.on(at_count.estimator.training, at_count.hardware), at_count.space)
         if best is None:
             return replace(point, why=point.why or "no configuration is predicted to fit")
         estimate = best.estimate
@@ -229,4 +286,65 @@ def _predicted(
             predicted_high=units_per_step / estimate.step_ms_low,
         )
 
+    points = [*scaling.points, *(ScalePoint(devices=count, global_batch=batch_of(count)) for count in farther)]
     return replace(scaling, points=tuple(map(with_prediction, points)))
+
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _ABOVE, _BELOW = 520, 320, 64, 16, 30, 50
+_OWN, _DEFAULT, _BAND = "#2a9d5c", "#8a8f98", "#2a9d5c33"
+
+
+def _drawing(points: Sequence[ScalePoint]) -> str:
+    def line(name: str) -> list[tuple[int, float]]:
+        values = ((point.devices, getattr(point, name)) for point in points)
+        return [(devices, value) for devices, value in values if value]
+
+    winners, predicted, default = line("throughput"), line("predicted_throughput"), line("default_throughput")
+    band = [*line("predicted_low"), *reversed(line("predicted_high"))]
+    drawn = [value for _, value in (*winners, *predicted, *default, *band)]
+    unit = next((point.unit for point in points if point.unit), "")
+    texts = [f'<text x="{_LEFT}" y="18" font-size="12" fill="#222">throughput, {unit}</text>']
+    if not drawn:
+        return _svg(texts)
+    fewest, largest = points[0].devices, points[-1].devices
+    least, most = min(drawn) / 1.5, max(drawn) * 1.5
+
+    def x(devices: float) -> float:
+        share = math.log(devices / fewest) / math.log(largest / fewest) if largest > fewest else 0.5
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(value: float) -> float:
+        return _HEIGHT - _BELOW - math.log(value / least) / math.log(most / least) * (_HEIGHT - _ABOVE - _BELOW)
+
+    def path(values: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{x(devices):.1f},{y(value):.1f}" for devices, value in values)
+
+    foot = _HEIGHT - _BELOW + 14
+    texts += [f'<text x="{x(p.devices):.1f}" y="{foot}" text-anchor="middle">{p.devices:,}</text>' for p in points]
+    for power in range(math.ceil(math.log10(least)), math.floor(math.log10(most)) + 1):
+        height = y(10.0**power)
+        texts.append(f'<path d="M{_LEFT} {height:.1f}H{_WIDTH - _RIGHT}" stroke="#eee"/>')
+        texts.append(f'<text x="{_LEFT - 6}" y="{height + 3:.1f}" text-anchor="end">{10**power:,.6g}</text>')
+    start, speed = (winners or predicted or default)[0]
+    end = min(largest, start * most / speed)
+    shapes = [f'<polygon points="{path(band)}" fill="{_BAND}"/>'] if band else []
+    for values, style in (
+        ([(start, speed), (end, speed * end / start)], f'stroke="{_DEFAULT}" stroke-dasharray="1 4"'),
+        (predicted, f'stroke="{_OWN}" stroke-dasharray="5 4"'),
+        (default, f'stroke="{_DEFAULT}"'),
+        (winners, f'stroke="{_OWN}" stroke-width="2"'),
+    ):
+        shapes.append(f'<polyline points="{path(values)}" fill="none" {style}/>')
+    for values, colour in ((default, _DEFAULT), (winners, _OWN)):
+        shapes += [f'<circle cx="{x(devices):.1f}" cy="{y(v):.1f}" r="3" fill="{colour}"/>' for devices, v in values]
+    return _svg([*texts, *shapes])
+
+
+def _svg(elements: Iterable[str]) -> str:
+    legend = "green: the winner; grey: the default; dashed: predicted, with its 80 % interval; dotted: proportional"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'font-size="10" fill="#555"><rect width="100%" height="100%" fill="#fff"/>{"".join(elements)}'
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 20}" text-anchor="middle">devices</text>'
+        f'<text x="8" y="{_HEIGHT - 6}" font-size="9">{legend}</text></svg>\n'
+    )

@@ -4,14 +4,14 @@ import contextlib
 import csv
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import fields
 from math import prod
 
 import pytest
 import redline as rl
 from predicted_runner import predicted
-from redline.results.scaling import COLUMNS, ScalePoint, Scaling
 from redline.tuner.listener import SearchListener
-from redline.tuner.scaling import counts_of
+from redline.tuner.scaling import ScalePoint, Scaling, counts_of
 
 PREDICTED = predicted("gpt2-tiny", "h100-80gb", seq_len=128, trials=3)
 NARROW = {
@@ -47,14 +47,19 @@ def test_predictions_are_corrected_by_what_was_measured():
             ScalePoint(devices=8, predicted_throughput=330.0, **point),
         )
     )
-    assert apart.predicted_efficiency(apart.points[1]) == pytest.approx(330 / 110 * 2 / 8)
+    assert list(apart.table.predicted_efficiency) == pytest.approx([1.0, 330 / 110 * 2 / 8])
+    assert apart.table.speed_up[0] == 1.0 and apart.to_dict()["points"][1]["efficiency"] is None
 
 
 def test_the_table_and_the_plot_hold_every_count(scaled):
     scaling, out = scaled
     with (out / "scale.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == COLUMNS
+    assert {*rows[0]} == {field.name for field in fields(ScalePoint)} | {
+        "speed_up",
+        "efficiency",
+        "predicted_efficiency",
+    }
     assert [int(row["devices"]) for row in rows] == [1, 2, 4, 8, 16]
     for row, each in zip(rows, scaling.points, strict=True):
         assert (row["throughput"] == "") == (each.throughput is None)
