@@ -100,13 +100,13 @@ def option(field: str, value: object = None) -> str:
     """Names the field of a request in a message as its user gives it, with a value if there is one.
 
     >>> option("out"), option("runner", "local"), option("resume", True)
-    ('out', "runner='local'", 'resume=True')
+    ('`out`', "runner='local'", 'resume=True')
     >>> with on_command_line():
     ...     option("out"), option("runner", "local"), option("resume", True)
     ('--out', '--runner local', '--resume')
     """
     if COMMAND_LINE not in os.environ:
-        return field if value is None else f"{field}={value!r}"
+        return f"`{field}`" if value is None else f"{field}={value!r}"
     flag = f"--{_FLAGS.get(field, field).replace('_', '-')}"
     return flag if value is None or value is True else f"{flag} {shlex.quote(str(value))}"
 

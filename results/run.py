@@ -1,7 +1,6 @@
 """A run's folder: the files that a search writes to `--out`, and how it is resumed."""
 
 import contextlib
-import shlex
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -152,8 +151,8 @@ class RunFolder:
         resumed = holds_run(path)
         if resumed and not resume:
             raise StudyError(
-                f"'{path}' already contains a run{_of(path)}; continue it with {option('resume', True)} (`redline tune --out "
-                f"{shlex.quote(str(path))} --resume`), or give another {option('out')} for a new one"
+                f"'{path}' already contains a run{_of(path)}; continue it with {option('resume', True)}, or give "
+                f"another {option('out')} for a new one"
             )
         if resume and not resumed:
             raise StudyError(

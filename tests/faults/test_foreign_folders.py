@@ -41,7 +41,7 @@ def test_no_database_that_a_run_names_is_opened_or_made(whole, tmp_path, there):
     before = database.read_bytes() if there else None
     RunFiles.read(run)
     for read in (View, lambda folder: read_runs([folder])):
-        with pytest.raises(RedlineError, match="only if you name it with storage"):
+        with pytest.raises(RedlineError, match="only if you name it with `storage`"):
             read(run)
     assert (database.read_bytes() if database.exists() else None) == before
 

@@ -138,7 +138,7 @@ def test_a_read_only_folder_is_an_error_before_the_first_trial(open_run, in_chil
             return messages
 
         for messages in in_child(try_it, unprivileged=True):
-            assert "cannot write to" in messages and "Permission denied" in messages and "another out" in messages
+            assert "cannot write to" in messages and "Permission denied" in messages and "another `out`" in messages
         assert list(folder.iterdir()) == []
     finally:
         folder.chmod(0o755)

@@ -67,7 +67,7 @@ def test_a_folder_with_a_run_is_refused_with_both_ways_out(tmp_path, open_run):
     open_run(tmp_path).close()
     before = snapshot(tmp_path)
     with pytest.raises(
-        StudyError, match=r"already contains a run of gpt2-tiny; continue it with resume=True .*, or .* out"
+        StudyError, match=r"already contains a run of gpt2-tiny; continue it with resume=True, or give another `out`"
     ):
         open_run(tmp_path)
     assert snapshot(tmp_path) == before
@@ -159,7 +159,7 @@ def test_a_changed_request_is_refused_with_the_difference(path, value, message, 
     with pytest.raises(StudyError) as caught:
         open_run(tmp_path, asked=changed(asked, path, value), resume=True)
     assert message in str(caught.value)
-    assert "another out" in str(caught.value)
+    assert "another `out`" in str(caught.value)
     assert snapshot(tmp_path) == before
 
 
@@ -225,7 +225,7 @@ def test_a_second_process_is_refused_with_the_first_s_id(tmp_path, open_run, in_
 
         error = in_child(try_it)
     assert f"in use by process {os.getpid()} on " in error
-    assert "another out" in error
+    assert "another `out`" in error
     assert in_child(lambda: open_run(tmp_path, resume=True).close() or "free") == "free"
 
 

@@ -259,7 +259,7 @@ def test_a_submission_waits_for_what_is_found(service):
     output = ran(service, "submit", "gpt2-tiny", "--trials", "2", "--wait")
     thread.join()
     assert "winner   trial" in output
-    with pytest.raises(UsageError, match="^out only applies .* cannot be sent"):
+    with pytest.raises(UsageError, match="^`out` only applies .* cannot be sent"):
         travelling({"target": "gpt2-tiny", "out": "x"})
 
 

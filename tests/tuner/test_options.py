@@ -99,11 +99,11 @@ def test_defaults_are_the_same_everywhere():
 
 
 def test_messages_name_options_as_they_are_given(capsys):
-    with pytest.raises(UsageError, match=r"^resume=True needs out, the folder"):
+    with pytest.raises(UsageError, match=r"^resume=True needs `out`, the folder"):
         redline.tune("gpt2-tiny", resume=True)
     code, _, err = run(capsys, "tune", "gpt2-tiny", "--resume")
     assert code == 2 and "--resume needs --out, the folder" in err
-    with pytest.raises(UsageError, match=r"^resume=True needs out, the folder"):
+    with pytest.raises(UsageError, match=r"^resume=True needs `out`, the folder"):
         redline.tune("gpt2-tiny", resume=True)
 
 

@@ -62,7 +62,7 @@ def test_errors_of_the_function_name_its_arguments_and_those_of_the_command_its_
     with pytest.raises(TypeError, match=r"tune\(\) got an unknown argument 'trails'; did you mean 'trials'\?"):
         rl.tune("gpt2", trails=3)
     rl.tune(lambda config: 1.0, _one_knob(), trials=1, out=tmp_path / "a")
-    with pytest.raises(StudyError, match="continue it with resume=True, or give another out for a new one"):
+    with pytest.raises(StudyError, match="continue it with resume=True, or give another `out` for a new one"):
         rl.tune(lambda config: 1.0, _one_knob(), trials=1, out=tmp_path / "a")
     with pytest.raises(SystemExit):
         main(["tune", "gpt2", "--out", str(tmp_path / "a"), "--space", str(tmp_path / "none.yaml")])

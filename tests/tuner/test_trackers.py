@@ -190,6 +190,6 @@ def test_a_missing_package_is_named_before_anything_starts(name, monkeypatch, tm
     for module in [each for each in sys.modules if each.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingDependency, match=f"log_to {name} needs .*: pip install {name}"):
+    with pytest.raises(MissingDependency, match=f"`log_to` {name} needs .*: pip install {name}"):
         with logging_to(name, tmp_path, SearchListener()):
             raise AssertionError("unreachable")

@@ -126,7 +126,9 @@ def test_adapters_of_another_kind_are_refused(change, message, tmp_path):
 
 def test_a_plain_model_takes_no_adapters_and_a_plain_folder_no_adapted_weights(tmp_path):
     made, model = folders("llama", "r=4", tmp_path)
-    with pytest.raises(WorkloadError, match=r"this llama is trained without; give lora r=\.\.\., or merge them first"):
+    with pytest.raises(
+        WorkloadError, match=r"this llama is trained without; give `lora` r=\.\.\., or merge them first"
+    ):
         find_weights(tmp_path / "base", plain(made), tmp_path / "adapters")
     with pytest.raises(WorkloadError, match="have adapters beside them: merge them first, or write the adapters alone"):
         write_hugging_face(weights_of(model), made, tmp_path / "out")

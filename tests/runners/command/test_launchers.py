@@ -103,7 +103,7 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
     assert samples("megatron", "sh t.sh --context-parallel-size {cp}", cp=[4]) == [2.0, 16.0]
     assert samples("litgpt", "sh t.sh --train.global_batch_size 16") == [16.0, 16.0]
     for name in ("litgpt", "megatron-bridge"):
-        with pytest.raises(UsageError, match="set it with global_batch"):
+        with pytest.raises(UsageError, match="set it with `global_batch`"):
             samples(name, "sh t.sh")
 
 
@@ -310,7 +310,7 @@ def test_launchers_that_derive_the_accumulation_get_the_global_batch():
     command = Command(command="sh train.sh", launcher="megatron")
     work = Commands(command, space, devices=4, global_batch=64)
     assert "--global-batch-size 64" in work.rendered(space.config(micro_batch=2), 0, Path())
-    with pytest.raises(UsageError, match="set it with global_batch"):
+    with pytest.raises(UsageError, match="set it with `global_batch`"):
         Commands(command, space, devices=4)
 
 
