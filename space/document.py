@@ -5,13 +5,12 @@ Errors name the entry, in a file its line and column.
 
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import SpaceError, unknown
 from ..base.reading import LARGEST_DOCUMENT, POWER, TooMuch, measure_yaml, path_of, read_named
-from .config import Config
+from ..base.writing import write_atomic
 from .expression import Expression
 from .grammar import GrammarError, parse
 from .knob import DerivedKnob, Knob
@@ -19,7 +18,7 @@ from .operators import UNDEFINED
 from .rules import Constraint, Predicate, Rule, RuleError
 from .structure import Structure, reaching
 from .valid_set import ValidSet
-from .values import FLAG, INTEGER
+from .values import FLAG, INTEGER, Config
 
 KeyPath = tuple[str | int, ...]
 
@@ -160,15 +159,8 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     content = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
     target = path_of(path)
     try:
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(content)
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except (OSError, ValueError) as error:
+        write_atomic(target, content.encode(), durable=False)
+    except (OSError, UnicodeEncodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SpaceError(f"cannot write the space to {target}: {reason}") from error
 

@@ -2,8 +2,8 @@
 
 Partial choices are rows of a table, one column of codes (indices into a knob's values; -1 if the knob is absent) per
 knob. Joining a knob pairs every row with every value, and keeps a pair if every rule may still hold: a rule whose
-knobs are all chosen is evaluated; for others, interval arithmetic over the remaining choices, and divisibility for
-products, determine whether they can hold at all. Everything is vectorised.
+knobs are all chosen is evaluated; for others, interval arithmetic over the remaining choices determines whether they can hold
+at all. Everything is vectorised.
 
 A table that outgrows `MAX_ROWS` is given up, or, to draw samples, thinned out after every join. Joining an even sample of
 partial choices first predicts most of these cases in a twentieth of the time (D. E. Knuth, Estimating the efficiency of
@@ -273,9 +273,6 @@ class Component:
                     ok = self._narrow(ok, table, join, check, self._evaluated(check, lookup))
             for check in join.partial:
                 ok = self._narrow(ok, table, join, check, _possible(check, ranges))
-                if check.total is not None:
-                    mask = self._divides(check.factors, check.total, join, lookup)
-                    ok = self._narrow(ok, table, join, check, mask)
         if ok is None:
             rows = np.repeat(np.arange(table.rows), len(alive))
             codes = np.tile(alive, table.rows)
@@ -351,25 +348,6 @@ class Component:
         ok = np.zeros((len(present), width), bool)
         ok[place[begun], rows[name][begun]] = True
         return ok[places][:, alive]
-
-    def _divides(
-        self, factors: Sequence[Expression], total: Expression, join: Join, lookup: Lookup
-    ) -> np.ndarray | None:
-        """Rows in which the product of the factors chosen so far divides the total; None if unknown."""
-        chosen = [
-            factor for factor in factors if factor.names and join.open.isdisjoint(self.structure.bases_of(factor.names))
-        ]
-        if not chosen or not join.open.isdisjoint(self.structure.bases_of(total.names)):
-            return None
-        product = chosen[0]
-        for factor in chosen[1:]:
-            product = product * factor
-        partial, undefined = product.columns(lookup)
-        complete, missing = total.columns(lookup)
-        ok = np.where(partial == 0, complete == 0, complete % np.where(partial == 0, 1, partial) == 0)
-        for mask in (undefined, missing):  # too large to tell
-            ok = ok if mask is None else ok | mask
-        return ok
 
     # -- Python functions ------------------------------------------------------------------------------------
 

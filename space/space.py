@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import SpaceError, unknown
-from .config import Config
 from .document import read_dict, read_yaml, write_dict, write_yaml
 from .enumeration import Choices
 from .explanation import Point, check_alone, describe, emptied_by, has_value, resolve
@@ -20,7 +19,7 @@ from .knob import GRID, DerivedKnob, Knob, integer_values, number_values
 from .rules import Constraint, Listed, Rule, RuleError, holds, read_condition, read_rule
 from .structure import Structure, reaching
 from .valid_set import ValidSet
-from .values import listing, nearest
+from .values import Config, listing, nearest
 
 DECLARING = ("choice", "integer", "flag", "derive")
 """Methods of a space that declare a knob."""
@@ -431,7 +430,7 @@ class Space:
 
     def made(self, choices: Choices) -> list[Config]:
         """Configurations of these codes."""
-        return self._set().made(choices)
+        return self._set().configs([choices], choices.rows)
 
     def columns(self, indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """For every free knob the index of its value in `knob.values`: int32, one row per configuration, row i for

@@ -14,7 +14,7 @@ from .expression import Constant, Expression, Operation
 from .knob import DerivedKnob, Knob
 from .operators import UNDEFINED, UNKNOWN, Column, Interval, outward
 from .rules import Constraint, Listed, Predicate, Rule, compute, holds
-from .values import INTEGER, Value
+from .values import Value
 
 _SAFE = 2.0**62  # half of what int64 holds: bounds are floats, rounded outward
 
@@ -33,9 +33,6 @@ class Check:
     """Those of `bases` that may be absent; if one is, the check does not apply."""
     opaque: bool
     """True if it calls a Python function, itself or through a derived knob."""
-    factors: tuple[Expression, ...] = ()
-    """For `a * b * c == total` over integers: a, b, c, each of which must divide the total."""
-    total: Expression | None = None
 
     @property
     def equation(self) -> bool:
@@ -146,7 +143,6 @@ class Structure:
                             self.contradiction = self.contradiction or constraint
 
     def _check(self, label: Constraint | DerivedKnob, rule: Expression | Predicate) -> Check:
-        factors, total = _product(rule) if isinstance(label, Constraint) else ((), None)
         # The whole constraint does not apply if one of its knobs is absent, whichever part names it.
         names = label.names if isinstance(label, Constraint) else rule.names
         return Check(
@@ -155,8 +151,6 @@ class Structure:
             bases=self.bases_of(rule.names) | self.conditionals_of(names),
             conditionals=self.conditionals_of(names),
             opaque=_calls(rule) or not self._opaque.isdisjoint(rule.names),
-            factors=factors,
-            total=total,
         )
 
     def _always_defined(self, rule: Expression) -> bool:
@@ -371,20 +365,3 @@ def _conjuncts(rule: Any) -> list[Any]:
     if isinstance(rule, Operation) and rule.operator.sign == "&":
         return [conjunct for side in rule.arguments for conjunct in _conjuncts(side)]
     return [rule]
-
-
-def _product(rule: Any) -> tuple[tuple[Expression, ...], Expression | None]:
-    """Factors and total of `a * b * ... == total` over integers, in either order."""
-    if not (isinstance(rule, Operation) and rule.operator.sign == "=="):
-        return (), None
-    for side, total in (rule.arguments, rule.arguments[::-1]):
-        factors = _factors(side)
-        if len(factors) > 1 and all(term.kind == INTEGER for term in (*factors, total)):
-            return tuple(factors), total
-    return (), None
-
-
-def _factors(node: Expression) -> list[Expression]:
-    if isinstance(node, Operation) and node.operator.sign == "*":
-        return [factor for side in node.arguments for factor in _factors(side)]
-    return [node]

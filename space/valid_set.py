@@ -13,10 +13,9 @@ from math import prod
 import numpy as np
 
 from ..base.errors import SpaceError
-from .config import Config, configs
 from .enumeration import MAX_ROWS, Choices, Component, TooLarge, objects
 from .structure import Lookup, Structure
-from .values import Value
+from .values import Config, Value, configs
 
 _BATCH = 4096  # configurations that an iteration builds at once
 _BEAM = 4096  # partial choices of a component that a random search keeps, at least
@@ -56,22 +55,17 @@ class ValidSet:
         return table
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of valid choices of each component.
-
-        Raises:
-            TooLarge: one of them has too many to list.
-        """
-        return tuple(self.table(index).rows for index in range(len(self.components)))
-
-    @cached_property
     def size(self) -> int:
         """Number of configurations.
 
         Raises:
             TooLarge: a component has too many to list.
         """
-        return 0 if self.structure.contradiction is not None else prod(self.sizes)
+        return (
+            0
+            if self.structure.contradiction is not None
+            else prod(self.table(index).rows for index in range(len(self.components)))
+        )
 
     @property
     def enumerable(self) -> bool:
@@ -112,9 +106,7 @@ class ValidSet:
 
     def at(self, indices: Sequence[int]) -> list[Config]:
         """Configurations at these indices."""
-        tables = [self.table(index) for index in range(len(self.components))]
-        rows = self._digits(indices)
-        return self.configs([table.take(picked) for table, picked in zip(tables, rows)], len(indices))
+        return self.configs(self._rows(indices), len(indices))
 
     def iterate(self) -> Iterator[Config]:
         """Yields every configuration, in order."""
@@ -135,15 +127,15 @@ class ValidSet:
             index = index * table.rows + int(low)
         return index
 
-    def _digits(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Row of every component for each index."""
-        sizes = self.sizes
+    def _rows(self, indices: Sequence[int] | np.ndarray) -> list[Choices]:
+        """Rows of every component for each index."""
         quotient = np.asarray(indices, np.int64) if self.size < 2**62 else np.array([*indices], object)
-        digits = []
-        for size in reversed(sizes):
-            digits.append((quotient % size).astype(np.int64))
-            quotient = quotient // size
-        return digits[::-1]
+        tables = []
+        for position in reversed(range(len(self.components))):
+            table = self.table(position)
+            tables.append(table.take((quotient % table.rows).astype(np.int64)))
+            quotient = quotient // table.rows
+        return tables[::-1]
 
     def columns(self, names: Sequence[str], indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Codes of the knobs for every configuration, or for those at some indices, int32; -1 if absent.
@@ -154,20 +146,8 @@ class ValidSet:
         size = self.size if indices is None else len(indices)
         if size > MAX_ROWS:
             raise TooLarge(f"{size:,} configurations are too many for columns (at most {MAX_ROWS:,}); use sample()")
-        columns: dict[str, np.ndarray] = {}
-        repeat = 1
-        if indices is not None:
-            for position, rows in enumerate(self._digits(indices)):
-                codes = self.table(position).codes
-                columns |= {name: codes[name][rows].astype(np.int32) for name in self.components[position].names}
-            return {name: columns[name] for name in names}
-        for position in reversed(range(len(self.components))):
-            table = self.table(position)
-            for name in self.components[position].names:
-                column = np.repeat(table.codes[name].astype(np.int32), repeat)
-                columns[name] = np.tile(column, size // max(1, len(column)))
-            repeat *= table.rows
-        return {name: columns[name] for name in names}
+        codes = _combined(self._rows(np.arange(size) if indices is None else indices), size).codes
+        return {name: codes[name].astype(np.int32) for name in names}
 
     # -- configurations --------------------------------------------------------------------------------------
 
@@ -218,8 +198,7 @@ class ValidSet:
         """
         if self.enumerable:
             indices = np.arange(self.size) if self.size <= most else self._drawn_indices(most, seed)
-            tables = [self.table(position).take(rows) for position, rows in enumerate(self._digits(indices))]
-            return _combined(tables, len(indices))
+            return _combined(self._rows(indices), len(indices))
         tables = self._draw(np.random.default_rng(seed), most) or []
         return _combined(tables, tables[0].rows if tables else 0).unique()
 
@@ -244,10 +223,6 @@ class ValidSet:
             rows, changed = np.vstack([rows[:, row], here[table_row]]), total[row, table_row]
             tables.append(table)
         return _combined([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
-
-    def made(self, choices: Choices) -> list[Config]:
-        """Configurations of rows of codes."""
-        return self.configs([choices], choices.rows)
 
     # -- samples ---------------------------------------------------------------------------------------------
 
