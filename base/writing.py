@@ -1,4 +1,4 @@
-"""Writing into a run's folder: atomic replacement and appending."""
+"""Writing into a run's folder by atomic replacement."""
 
 import contextlib
 import enum
@@ -61,25 +61,6 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(fd)
-
-
-def append(path: Path, data: bytes, *, expected_size: int) -> bool:
-    """Appends `data` in one write if the file has no other links and the expected size, bytes; returns True if it was
-    appended.
-
-    Raises:
-        OSError: the write failed; a part of `data` may have been written.
-    """
-    try:
-        file = open_plain(path, os.O_WRONLY | os.O_APPEND)
-    except OSError:  # it is gone, or a link
-        return False
-    with file:
-        about = os.fstat(file.fileno())
-        if about.st_size != expected_size or about.st_nlink != 1:
-            return False
-        write_all(file, data)
-    return True
 
 
 def open_plain(path: Path, flags: int) -> BinaryIO:

@@ -54,8 +54,7 @@ def train(as_json: bool, settings: str | None, **options: Any) -> int:
     options |= {name: value for name, value in from_file.items() if name not in set_here}
     request = TrainRequest(**options, stated=(*set_here, *from_file))
     from ..trainer.driver import train as start
-    from ..trainer.launched import train_rank
-    from ..trainer.ranks import RankPlace
+    from ..trainer.ranks import RankPlace, train_rank
     from .streams import outlive_reader
     from .train_progress import listening
 

@@ -2,9 +2,8 @@
 
 from .ledger import Ledger
 from .measurement import Measurement, RankReport, Status, Trial
-from .run import RunFolder
+from .run import RunFolder, View
 from .table import frame as table_frame, read as read_table
-from .view import View
 
 __all__ = [
     "Ledger",

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import NothingFound, StudyError, UsageError
-from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 from ..knobs.lossy import lossy_values
 from . import schema, summary
 from .measurement import PLANNED, Measurement, Status, Trial
@@ -142,13 +141,10 @@ def load(path: Path) -> PlanFile:
         StudyError: it is another file, or cannot be read.
         NothingFound: it has no winner.
     """
-    try:
-        document = parse_yaml(read_inside(path.parent, path.name, at_most=LARGEST_DOCUMENT))
-    except (OSError, Malformed) as error:
-        raise StudyError(f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
-    if isinstance(document, Mapping) and "best" in document and document["best"] is None:
+    document = schema.read_mapping(path.parent, path.name)
+    if "best" in document and document["best"] is None:
         raise NothingFound(f"'{path}' names no winner: {document.get('why', 'its search found none')}")
-    contents, _ = schema.clean(document, schema.BEST, path.name) if isinstance(document, Mapping) else ({}, [])
+    contents, _ = schema.clean(document, schema.BEST, path.name)
     winner = contents.get("best") or {}
     if not winner.get("configuration"):
         raise StudyError(
@@ -231,24 +227,14 @@ def confirmed(trials: Sequence[Trial], contents: Mapping[str, Any] | None) -> li
     Returns:
         None if there is no best.yaml, or it is about other trials: it is written when the search ends.
     """
-    if contents is None or not _describes(contents, trials):
+    counted = (contents or {}).get("trials")
+    if contents is None or counted is None or sum(filter(None, counted.values())) != len(trials):
         return None
-    remeasured = contents.get("remeasured")
-    again_of: dict[str, tuple[float, tuple[float, ...]]] = {}
-    for number, entry in remeasured.items() if isinstance(remeasured, Mapping) else ():
-        initial, again = (entry.get("first"), entry.get("again")) if isinstance(entry, Mapping) else (None, None)
-        if isinstance(again, list) and schema.number(initial) and all(map(schema.number, again)):
-            again_of[str(number)] = float(initial), tuple(map(float, again))
-    return [
-        replace(trial, first=again_of[str(trial.number)][0], remeasured=again_of[str(trial.number)][1])
-        if str(trial.number) in again_of
-        else trial
-        for trial in trials
-    ]
-
-
-def _describes(contents: Mapping[str, Any], trials: Sequence[Trial]) -> bool:
-    counted = contents.get("trials")
-    if not isinstance(counted, Mapping) or not all(isinstance(number, int) for number in counted.values()):
-        return False
-    return sum(counted.values()) == len(trials)
+    again_of = {str(number): entry for number, entry in (contents.get("remeasured") or {}).items()}
+    judged = []
+    for trial in trials:
+        entry = again_of.get(str(trial.number)) or {}
+        if entry.get("first") is not None and entry.get("again") is not None:
+            trial = replace(trial, first=float(entry["first"]), remeasured=tuple(map(float, entry["again"])))
+        judged.append(trial)
+    return judged

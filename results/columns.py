@@ -28,6 +28,8 @@ TEXTS = frozenset({"status", "reason", "unit", "sampler", "emulated_ranks", "log
 INTEGERS = frozenset({"trial", "devices"})
 """The fixed columns that contain whole numbers; the rest are real."""
 
+PENDING = "pending"
+"""Status shown for a trial that has not ended."""
 KNOB = "knob."
 """Prefix of the name of a knob's column."""
 
@@ -46,27 +48,17 @@ def header(knobs: Iterable[str]) -> tuple[str, ...]:
     return (*FIXED, *(KNOB + name for name in knobs))
 
 
-def values(trial: Trial, knobs: Iterable[str]) -> list[Any]:
-    """Returns the cells of a finished trial's row as plain values; None for empty ones.
-
-    Raises:
-        StudyError: the configuration has a knob without a column.
-    """
-    knobs = tuple(knobs)
-    extra = [name for name in trial.config if name not in knobs]
-    if extra:
-        raise StudyError(
-            f"trial {trial.number} has the knob '{extra[0]}', which has no column in trials.csv; "
-            f"its columns were fixed for {', '.join(knobs)}"
-        )
-    of_trial = {
-        "trial": trial.number,
-        "predicted_throughput": trial.predicted_throughput,
-        "predicted_memory_mib": trial.predicted_memory_mib,
-        "sampler": trial.sampler,
-    }
-    fixed = [of_trial[name] if name in of_trial else getattr(trial.measurement, name) for name in FIXED]
-    return [plain_scalar(cell_value) for cell_value in (*fixed, *(trial.config.get(name) for name in knobs))]
+def value(trial: Trial, column: str) -> Any:
+    """Returns a trial's value in a column; None if it has none."""
+    if column.startswith(KNOB):
+        return trial.config.get(column.removeprefix(KNOB))
+    if column == "trial":
+        return trial.number
+    if column in ("sampler", "predicted_throughput", "predicted_memory_mib"):
+        return getattr(trial, column)
+    if column == "status":
+        return PENDING if trial.pending else str(trial.measured.status)
+    return None if trial.pending else getattr(trial.measurement, column)
 
 
 def line(cells: Iterable[str]) -> str:
@@ -95,8 +87,13 @@ def row(trial: Trial, knobs: Iterable[str]) -> str:
         StudyError: the configuration has a knob without a column.
     """
     knobs = tuple(knobs)
-    names = header(knobs)
-    return line(cell(value, name) for name, value in zip(names, values(trial, knobs)))
+    extra = [name for name in trial.config if name not in knobs]
+    if extra:
+        raise StudyError(
+            f"trial {trial.number} has the knob '{extra[0]}', which has no column in trials.csv; "
+            f"its columns were fixed for {', '.join(knobs)}"
+        )
+    return line(cell(plain_scalar(value(trial, name)), name) for name in header(knobs))
 
 
 def cell(value: Any, name: str = "") -> str:

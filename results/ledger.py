@@ -4,7 +4,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,10 @@ from ..base.option import option
 from ..base.reading import path_of, read_named
 from ..base.writing import as_data
 from ..knobs.lossy import Lossy, lossy_in
-from .again import judged
 from .measurement import Measurement, Status, Trial
 from .records import LARGEST_LEDGER, StoredStudy, replay, stored, trials_of
 from .storage import contained, is_path, open_storage, open_study, quiet, words
+from .summary import judged
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -26,10 +25,8 @@ if TYPE_CHECKING:
 
 
 def distribution(values: Sequence[Any]) -> "BaseDistribution":
-    """Returns the narrowest Optuna distribution that contains all `values`.
-
-    Integers become an `IntDistribution` and other numbers a `FloatDistribution`: logarithmic if the ratio of
-    successive values is constant, stepped if they are evenly spaced. Everything else is categorical.
+    """Returns an Optuna distribution that contains all `values`: of integers, of floats (both logarithmic if the ratio of
+    successive values is constant), or categorical for everything else.
 
     Raises:
         ValueError: `values` is empty.
@@ -44,29 +41,10 @@ def distribution(values: Sequence[Any]) -> "BaseDistribution":
         return CategoricalDistribution(tuple(values))
     ordered = sorted(set(values))
     low, high = ordered[0], ordered[-1]
-    log = low > 0 and len(ordered) > 2 and _geometric(ordered)
-    if all(isinstance(value, int) for value in ordered):
-        step = 1 if log or low == high else math.gcd(*(value - low for value in ordered[1:]))
-        return IntDistribution(low, high, log=log, step=step)
-    return FloatDistribution(low, high, log=log, step=None if log else _even_step(ordered))
-
-
-def _geometric(ordered: Sequence[float]) -> bool:
-    ratio = ordered[1] / ordered[0]
-    return all(math.isclose(b / a, ratio, rel_tol=1e-9) for a, b in pairwise(ordered))
-
-
-def _even_step(ordered: Sequence[float]) -> float | None:
-    # Optuna uses decimal steps: 0, 0.1, 0.2 are evenly spaced, thirds are not.
-    if len(ordered) < 2:
-        return None
-    exact = [Decimal(repr(value)) for value in ordered]
-    lowest, step = exact[0], exact[1] - exact[0]
-    if (exact[-1] - lowest) / step > 10**6:
-        return None
-    # The difference of two floats may have more digits than a float.
-    even = Decimal(repr(float(step))) == step and all((value - lowest) % step == 0 for value in exact)
-    return float(step) if even else None
+    log = low > 0 and len(ordered) > 2
+    log = log and all(math.isclose(b / a, ordered[1] / low, rel_tol=1e-9) for a, b in pairwise(ordered))
+    kind = IntDistribution if all(isinstance(value, int) for value in ordered) else FloatDistribution
+    return kind(low, high, log=log)
 
 
 class Ledger:
@@ -247,10 +225,12 @@ class Ledger:
         attributes: dict[str, Any] = {"config": values, "sampler": sampler}
         if hasattr(config, "id"):
             attributes["config_id"] = config.id
-        if predicted_throughput is not None:
-            attributes["predicted_throughput"] = float(predicted_throughput)
-        if predicted_memory_mib is not None:
-            attributes["predicted_memory_mib"] = float(predicted_memory_mib)
+        predictions: dict[str, Any] = {
+            "predicted_throughput": predicted_throughput,
+            "predicted_memory_mib": predicted_memory_mib,
+        }
+        predictions = {name: None if value is None else float(value) for name, value in predictions.items()}
+        attributes |= {name: value for name, value in predictions.items() if value is not None}
         attributes |= {f"knob.{knob}": value for knob, value in values.items() if knob not in self._distributions}
         parameters = {knob: value for knob, value in values.items() if knob in self._distributions}
         try:
@@ -269,9 +249,8 @@ class Ledger:
                 number=storage.get_trial_number_from_id(trial_id),
                 config=config,
                 sampler=sampler,
-                predicted_throughput=attributes.get("predicted_throughput"),
-                predicted_memory_mib=attributes.get("predicted_memory_mib"),
                 lossy=lossy_in(config, self._lossy),
+                **predictions,
             )
             self._ids[trial.number] = trial_id
             self._trials[trial.number] = trial
@@ -354,22 +333,13 @@ class Ledger:
                 raise StudyError(f"the re-measurement of trial {number} could not be stored: {error}") from error
         return done
 
-    def trial(self, number: int) -> Trial:
-        """Returns the trial of that number.
-
-        Raises:
-            StudyError: there is none.
-        """
-        with self._lock:
-            return self._lookup(number)
-
     def trials(self) -> list[Trial]:
         """Returns all trials by number; pending ones have no measurement."""
         with self._lock:
             return list(self._trials.values())  # ordered: numbers only grow, and replacing keeps the position
 
     def pending(self) -> list[Trial]:
-        """Returns the trials that have not ended, by number."""
+        """Returns the trials that have not ended, by number: after an interrupted run, those to run again."""
         return [trial for trial in self.trials() if trial.pending]
 
     def close(self) -> None:

@@ -7,13 +7,10 @@ from typing import Any
 
 from ..base.errors import UsageError, unknown
 from . import summary
-from .columns import FIXED, KNOB, cell, fold, header, knob_text, line, number
+from .columns import FIXED, KNOB, PENDING, cell, fold, header, knob_text, line, value
 from .measurement import Status, Trial, to_json
 
 FORMATS = ("table", "csv", "json", "markdown")
-PENDING = "pending"
-"""Status shown for a trial that has not ended."""
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,19 +48,6 @@ def chosen_columns(trials: Sequence[Trial], names: Iterable[str]) -> list[str]:
             raise UsageError(unknown("column", name, dict.fromkeys(short)))
         columns.append(column)
     return columns
-
-
-def value(trial: Trial, column: str) -> Any:
-    """Returns a trial's value in a column; None if it has none."""
-    if column.startswith(KNOB):
-        return trial.config.get(column.removeprefix(KNOB))
-    if column == "trial":
-        return trial.number
-    if column in ("sampler", "predicted_throughput", "predicted_memory_mib"):
-        return getattr(trial, column)
-    if column == "status":
-        return PENDING if trial.pending else str(trial.measured.status)
-    return None if trial.pending else getattr(trial.measurement, column)
 
 
 def select(trials: Sequence[Trial], selection: Selection) -> tuple[list[Trial], int]:
@@ -136,30 +120,6 @@ def text(trial: Trial, column: str) -> str:
 def marked_text(trial: Trial, column: str) -> str:
     """Returns a cell for people, with lossy values marked."""
     return knob_text(trial, column.removeprefix(KNOB)) if column.startswith(KNOB) else text(trial, column)
-
-
-def sparkline(series: Sequence[float | None], width: int = 60) -> str:
-    """Returns a series as a row of at most `width` bars, each the last value of its interval; blank for None.
-
-    >>> sparkline([None, 1, 1, 2, 3])
-    ' ▁▁▅█'
-    """
-    if len(series) > width:
-        series = [series[(place + 1) * len(series) // width - 1] for place in range(width)]
-    present = [level for level in series if level is not None]
-    if not present:
-        return ""
-    low, span = min(present), max(present) - min(present)
-    return "".join(" " if level is None else _BARS[round((level - low) / span * 7) if span else 0] for level in series)
-
-
-def best_so_far_line(trials: Sequence[Trial], encoding: str = "utf-8") -> str:
-    """Returns the growth of the best throughput over the trials as one line; empty if there is nothing to show."""
-    series = summary.best_so_far(trials)
-    throughputs = [throughput for throughput in series if throughput is not None]
-    if len(series) < 2 or not throughputs or not encoding.lower().startswith("utf"):
-        return ""
-    return f"best so far: {sparkline(series)}  {number(throughputs[0], 5)} to {number(throughputs[-1], 5)}"
 
 
 def _markdown(text: str) -> str:

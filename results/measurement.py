@@ -1,11 +1,12 @@
 """Result of a dry run (status, throughput, memory, times), and the trial it belongs to."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..base.errors import UsageError, unknown
 from .probe import Probe
@@ -56,23 +57,114 @@ class RankReport:
     """CUDA: number of times the allocator flushed its cache during the steps; above 0 the trial ran close to OOM."""
 
     def __post_init__(self) -> None:
-        _check_types(self, _names(RankReport))
+        _settle(self)
 
 
 _STATUSES = frozenset(Status)
-_TEXTS = frozenset({"reason", "unconfirmed", "unit", "log", "told", "emulated_ranks"})
-_COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Numbers that JSON cannot represent."""
-_NESTED = frozenset({"ranks", "probe", "observed"})
-_MOST_RANKS = 1 << 16  # reports of ranks that are read from an untrusted ledger
+_MOST_ELEMENTS = 1 << 16  # of a list in an untrusted ledger
 _LONGEST_TEXT = 100_000
 """Characters of a text that are kept."""
+Convert = Callable[[str, Any], Any]
+"""Converts the value of a field, given its name and the value. Raises UsageError if the value has another type."""
 
 
 @cache
-def _names(cls: "type[Measurement | RankReport]") -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cls))
+def _converters(cls: Any) -> dict[str, Convert]:
+    """Returns a function for each stored field of a dataclass."""
+    kinds = get_type_hints(cls)
+    return {field.name: _converter(kinds[field.name]) for field in fields(cls) if field.metadata.get("stored", True)}
+
+
+def _converter(kind: Any) -> Convert:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        convert = _converter(arguments[0])
+        return lambda name, value: None if value is None else convert(name, value)
+    if origin is tuple:
+        convert = _converter(arguments[0])
+        return lambda name, value: tuple(convert(name, element) for element in _checked_list(name, value))
+    if is_dataclass(kind):
+        cls: Any = kind
+        return lambda name, value: value if isinstance(value, cls) else _read(cls, name, value)
+    return {str: _text, int: _count, float: _number, Status: _status}.get(kind, _mapping)
+
+
+def _read(cls: Any, name: str, data: Any) -> Any:
+    """Returns an instance of a dataclass, from the mapping that `_plain` makes. Unknown keys are ignored."""
+    data = _mapping(name, data)
+    values = {key: convert(key, data[key]) for key, convert in _converters(cls).items() if key in data}
+    missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
+    if missing:
+        raise UsageError(f"{name} has no {', '.join(missing)}")
+    return cls(**values)
+
+
+def _settle(instance: Any) -> None:
+    """Converts the fields of a new instance, which may come from a user's function."""
+    cls: Any = type(instance)
+    for name, convert in _converters(cls).items():
+        value = getattr(instance, name)
+        if (converted := convert(name, value)) is not value:
+            object.__setattr__(instance, name, converted)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON-ready data."""
+    if is_dataclass(value):
+        cls: Any = type(value)
+        return {name: _plain(getattr(value, name)) for name in _converters(cls)}
+    if isinstance(value, tuple):
+        return [_plain(element) for element in value]
+    return dict(value) if isinstance(value, Mapping) else to_json(value)
+
+
+def _status(name: str, value: Any) -> Status:
+    if not isinstance(value, str) or value not in _STATUSES:
+        raise UsageError(unknown("status", shortened(value).strip("'"), Status))
+    return Status(value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{name} must be a text, but got {shortened(value)}")
+    return value if len(value) <= _LONGEST_TEXT else value[: _LONGEST_TEXT - 1] + "…"
+
+
+def _count(name: str, value: Any) -> int:
+    value = _scalar(value)
+    if not count(value):
+        raise UsageError(f"{name} must be a whole number, but got {shortened(value)}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    value = _scalar(value)
+    if isinstance(value, str):
+        value = _WORDS.get(value, value)
+    if not isinstance(value, float) and not number(value):
+        raise UsageError(f"{name} must be a number, but got {shortened(value)}")
+    return value
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name} must be a mapping, but got {shortened(value)}")
+    return value
+
+
+def _checked_list(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple) or len(value) > _MOST_ELEMENTS:
+        raise UsageError(f"{name} must be a list, but got {shortened(value)}")
+    return value
+
+
+def _scalar(value: Any) -> Any:
+    """Converts a number of numpy or torch to Python's."""
+    if type(value) in (int, float) or getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+        return value
+    return value.item()
 
 
 def plain_scalar(value: Any) -> Any:
@@ -90,60 +182,13 @@ def to_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _from_json(cls: type, data: Any) -> dict[str, Any]:
-    """Returns the fields of `cls` in `data`, with `nan`, `inf` and `-inf` converted to numbers.
-
-    Raises:
-        UsageError: the data is not a mapping, or has no status.
-    """
-    if not isinstance(data, Mapping):
-        raise UsageError(f"a measurement is a mapping, but got {shortened(data)}")
-    if "status" not in data:
-        raise UsageError("the measurement has no status")
-    values = {name: data[name] for name in _names(cls) if name in data}
-    for name, value in values.items():
-        if isinstance(value, str) and value in _WORDS and name not in _TEXTS:
-            values[name] = _WORDS[value]
-    return values
-
-
-def _check_types(instance: "Measurement | RankReport", names: Iterable[str]) -> None:
-    """Checks the type of every field, converts numpy and torch numbers to Python's, and cuts long texts.
-
-    Raises:
-        UsageError: a field is of another type.
-    """
-    for name in names:
-        value = original = getattr(instance, name)
-        if name == "status":
-            # A user's own function may return "ok" for Status.OK.
-            if not isinstance(value, str) or value not in _STATUSES:
-                raise UsageError(unknown("status", shortened(value).strip("'"), Status))
-            value = Status(value)
-        elif name in _TEXTS:
-            if not isinstance(value, str):
-                raise UsageError(f"{name} must be a text, but got {shortened(value)}")
-            value = value if len(value) <= _LONGEST_TEXT else value[: _LONGEST_TEXT - 1] + "…"
-        elif name not in _NESTED and value is not None:
-            value = _number(name, value)
-        if value is not original:
-            object.__setattr__(instance, name, value)
-
-
-def _number(name: str, value: Any) -> float | int:
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
-    if name in _COUNTS:
-        if not count(value):
-            raise UsageError(f"{name} must be a whole number, but got {shortened(value)}")
-    elif not number(value) and not (isinstance(value, float) and not math.isfinite(value)):
-        raise UsageError(f"{name} must be a number, but got {shortened(value)}")
-    return value
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """Outcome of one dry run. Quantities that were not reached are None."""
+    """Outcome of one dry run. Quantities that were not reached are None.
+
+    Raises:
+        UsageError: a field has another type.
+    """
 
     status: Status
     reason: str = ""
@@ -213,11 +258,7 @@ class Measurement:
     """One report per rank that reported."""
 
     def __post_init__(self) -> None:
-        _check_types(self, _names(Measurement))
-        if not isinstance(self.probe, Probe | None):
-            raise UsageError(f"probe must be a redline.results.probe.Probe, but got {shortened(self.probe)}")
-        if not isinstance(self.ranks, tuple) or not all(isinstance(report, RankReport) for report in self.ranks):
-            raise UsageError(f"ranks must be a tuple of RankReport, but got {shortened(self.ranks)}")
+        _settle(self)
 
     @property
     def ok(self) -> bool:
@@ -260,20 +301,7 @@ class Measurement:
 
         Numbers are Python numbers; those that JSON cannot represent are the texts `nan`, `inf`, `-inf`.
         """
-        data: dict[str, Any] = {}
-        for name in _names(Measurement):
-            value = getattr(self, name)
-            if name == "ranks":
-                value = [{key: to_json(getattr(rank, key)) for key in _names(RankReport)} for rank in value]
-            elif name == "probe":
-                value = None if value is None else value.to_dict()
-            elif name == "observed":
-                value = None if value is None else dict(value)
-            else:
-                value = to_json(value)
-            if value is not None and value != "" and value != []:
-                data[name] = value
-        return data
+        return {name: value for name, value in _plain(self).items() if value not in (None, "", [])}
 
     def figures(self) -> dict[str, Any]:
         """Returns `to_dict` for people and other programs: without the probe, a hundred numbers that only detect `wrong`."""
@@ -286,24 +314,8 @@ class Measurement:
         Raises:
             UsageError: a field is of another type, or the status is missing or unknown.
         """
-        values = _from_json(cls, data)
-        if values.get("probe") is not None:
-            values["probe"] = Probe.from_dict(values["probe"])
-        if not isinstance(observed := values.get("observed"), Mapping | None):
-            raise UsageError(f"observed must be a mapping, but got {shortened(observed)}")
-        ranks = values.get("ranks") or ()
-        if not isinstance(ranks, list | tuple) or len(ranks) > _MOST_RANKS:
-            raise UsageError(f"ranks must be a list of reports, but got {shortened(ranks)}")
-        values["ranks"] = tuple(RankReport(**_rank(report)) for report in ranks)
-        return cls(**values)
-
-
-def _rank(data: Any) -> dict[str, Any]:
-    values = _from_json(RankReport, data)
-    if values.get("rank") is None:
-        raise UsageError("a rank's report has no rank")
-    values["allocation_retries"] = values.get("allocation_retries") or 0
-    return values
+        measurement: Measurement = _read(cls, "the measurement", data)
+        return measurement
 
 
 DEFAULT, USER, FALLBACK, REFINEMENT, PLANNED = "default", "user", "fallback", "layerwise", "estimate"

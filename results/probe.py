@@ -1,12 +1,8 @@
 """Numerical results of a configuration, compared to detect one that trains something else."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
-
-from ..base.errors import UsageError
-from .schema import count, number, shortened
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +64,7 @@ class Probe:
     """Parameters that are trained, by such paths; empty if unknown."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not, by such paths."""
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = field(default=(), metadata={"stored": False})
     """Names of the parameters, in the model's order. Not stored: they are those of the reference's model."""
     weights: int = 0
     """Number of weights of the model before it is scheduled; 0 if unknown. A user's own knob may change it."""
@@ -83,71 +79,3 @@ class Probe:
     def logits_size(self) -> float:
         """Root mean square of the projections, an estimate of that of the logits; 0 without any."""
         return math.sqrt(sum(projection**2 for projection in self.logits) / max(1, len(self.logits)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-ready mapping; numbers that JSON cannot represent are the texts `nan`, `inf`, `-inf`."""
-        return _as_data(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Probe":
-        """Inverse of `to_dict`; unknown keys are ignored.
-
-        Raises:
-            UsageError: a field is missing or of another type.
-        """
-        values = _read(cls, data)
-        for name in ("quiet", "step"):
-            if values.get(name) is not None:
-                values[name] = _make(Computed, _read(Computed, values[name]))
-        return _make(cls, values)
-
-
-_COUNTS = ("samples", "weights", "depth", "noise_numbers")
-_NAMES = ("still", "brought", "rates", "trained", "frozen")
-_LISTS = ("logits", "blocks", "vectors", "parameters")
-_NOT_STORED = ("names",)
-_COMPUTED = ("quiet", "step")
-
-
-def _as_data(value: Any) -> Any:
-    if isinstance(value, Probe | Computed):
-        return {
-            field.name: _as_data(getattr(value, field.name)) for field in fields(value) if field.name not in _NOT_STORED
-        }
-    if isinstance(value, tuple):
-        return [_as_data(element) for element in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _read(cls: type, data: Any) -> dict[str, Any]:
-    if not isinstance(data, Mapping):
-        raise UsageError(f"a probe is a mapping, but got {shortened(data)}")
-    values = {
-        field.name: data[field.name] for field in fields(cls) if field.name in data and field.name not in _NOT_STORED
-    }
-    for name, value in values.items():
-        if name in _NAMES or name in _LISTS:
-            texts = name in _NAMES
-            if not isinstance(value, list | tuple) or (texts and not all(isinstance(item, str) for item in value)):
-                of = "texts" if texts else "numbers"
-                raise UsageError(f"a probe's {name} must be a list of {of}, but got {shortened(value)}")
-            values[name] = tuple(item if texts else _number(name, item) for item in value)
-        elif name in _COUNTS:
-            if not count(value):
-                raise UsageError(f"a probe's {name} must be a whole number, but got {shortened(value)}")
-        elif name not in _COMPUTED:
-            values[name] = _number(name, value)
-    return values
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, float) or number(value) or value in ("nan", "inf", "-inf"):
-        return float(value)
-    raise UsageError(f"a probe's {name} must be a number, but got {shortened(value)}")
-
-
-def _make(cls: type, values: dict[str, Any]) -> Any:
-    missing = [field.name for field in fields(cls) if field.default is MISSING and values.get(field.name) is None]
-    if missing:
-        raise UsageError(f"a probe has no {', '.join(missing)}")
-    return cls(**values)

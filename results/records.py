@@ -14,9 +14,9 @@ from ..base.errors import StudyError, UsageError
 from ..base.option import option
 from ..base.reading import Malformed, parse_json
 from ..knobs.lossy import Lossy, lossy_in
-from .again import judged
 from .measurement import Measurement, Trial
-from .schema import count, number, scalar, shortened
+from .schema import count, number, scalar, shortened, text
+from .summary import judged
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -212,31 +212,25 @@ def _trial(entry: StoredTrial, make_config: Callable[[Mapping[str, Any]], Any], 
     values = entry.attributes["config"]
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise UsageError(f"its configuration is {shortened(values)}")
+    attributes: dict[str, Any] = {
+        "sampler": "",
+        "attempts": 1,
+        "predicted_throughput": None,
+        "predicted_memory_mib": None,
+    }
+    attributes |= {name: entry.attributes[name] for name in attributes if name in entry.attributes}
+    valid: dict[str, Callable[[Any], bool]] = {"sampler": text, "attempts": count}
+    for name, value in attributes.items():
+        if not valid.get(name, lambda value: value is None or number(value))(value):
+            raise UsageError(f"its {name} is {shortened(value)}")
     for name, value in values.items():
         if not scalar(value):
             raise UsageError(f"the knob {shortened(name)} is {shortened(value)}")
-    predicted = {name: entry.attributes.get(name) for name in ("predicted_throughput", "predicted_memory_mib")}
-    for name, value in predicted.items():
-        if value is not None and not number(value):
-            raise UsageError(f"its {name} is {shortened(value)}")
-    sampler = entry.attributes.get("sampler", "")
-    if not isinstance(sampler, str):
-        raise UsageError(f"its sampler is {shortened(sampler)}")
-    attempts = entry.attributes.get("attempts", 1)
-    if not count(attempts):
-        raise UsageError(f"its number of attempts is {shortened(attempts)}")
     outcome = entry.attributes.get("measurement")
     measurement = Measurement.from_dict(outcome) if outcome else None
     if measurement is not None and measurement.ok and not number(measurement.throughput):
         raise UsageError("it is ok, but without a throughput")
     config = make_config(values)
     return Trial(
-        number=entry.number,
-        config=config,
-        sampler=sampler,
-        attempts=attempts,
-        measurement=measurement,
-        lossy=lossy_in(config, lossy),
-        predicted_throughput=predicted["predicted_throughput"],
-        predicted_memory_mib=predicted["predicted_memory_mib"],
+        number=entry.number, config=config, measurement=measurement, lossy=lossy_in(config, lossy), **attributes
     )

@@ -11,7 +11,6 @@ import yaml
 
 from ..base.errors import StudyError
 from ..base.option import option
-from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 from ..base.writing import as_data
 from . import environment, schema, table
 from .names import LEDGER, RUN, TABLE
@@ -37,21 +36,10 @@ def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
     Raises:
         StudyError: it cannot be read, is damaged, or comes from a newer redline.
     """
-    path = folder / RUN
     try:
-        document = parse_yaml(read_inside(folder, RUN, at_most=LARGEST_DOCUMENT))
-    except OSError as error:
-        raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
-    except Malformed as error:
-        raise StudyError(
-            f"'{path}' is not valid YAML: {error}; restore it or start with another {option('out')}"
-        ) from error
-    if not isinstance(document, dict):
-        content = "nothing" if document is None else f"a {type(document).__name__}"
-        raise StudyError(
-            f"'{path}' must contain a mapping, but contains {content}; restore it or start with another {option('out')}"
-        )
-    return known_parts(document, path)
+        return known_parts(schema.read_mapping(folder, RUN), folder / RUN)
+    except FileNotFoundError:
+        raise StudyError(f"there is no '{folder / RUN}'; restore it or give another {option('out')}") from None
 
 
 def known_parts(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -1,22 +1,24 @@
-"""A run's folder: the files that a search writes to `--out`, and how it is resumed."""
+"""A run's folder: the files that a search writes to `--out`, how it is resumed, and how others read it."""
 
 import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import StudyError
 from ..base.lock import FolderLock
 from ..base.option import option
-from ..base.reading import path_of
+from ..base.reading import path_of, read_inside
 from ..base.writing import cannot_write, make_folder, write_yaml
 from ..knobs.lossy import lossy_of
 from . import best, environment, request, table
 from .ledger import Ledger
 from .measurement import Measurement, Trial
-from .names import BEST, LEDGER, LOGS, RUN, TABLE, holds_run
+from .names import BEST, LEDGER, LOG, LOGS, RUN, TABLE, holds_run, holds_training, run_of
+from .records import LARGEST_LEDGER
 
 
 class RunFolder:
@@ -47,16 +49,16 @@ class RunFolder:
         """True if the folder contained this run before."""
         self.notes = tuple(notes)
         """Notes for the user about a resumed run: changed versions, a changed sampler."""
+        # Trials have no row until they end.
+        self.start, self.attempt = ledger.start, ledger.attempt
+        self.trials, self.pending = ledger.trials, ledger.pending
         self._rows = rows
         self._lock = lock
         self._warn = warn
         self._behind: str | None = None
-        self._stale: set[int] = set()
-        """Trials whose row is older than their record in the ledger."""
+        """Why the table could not be written; None if it was."""
         self._closed = False
         self._mutex = threading.RLock()
-        for trial in ledger.trials():
-            self._rows.put(trial)
 
     @classmethod
     def open(
@@ -119,7 +121,7 @@ class RunFolder:
                 rows = table.Table(path / TABLE, {**knobs, **extra})
                 folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
                 _make_logs(path)
-                rows.write()
+                rows.write(ledger.trials())
                 # Last, so that a run that could not be resumed is not recorded as resumed.
                 if resumed:
                     write_yaml(path / RUN, document)
@@ -189,26 +191,6 @@ class RunFolder:
         """The knobs with a column in trials.csv, in order."""
         return self._rows.knobs
 
-    def start(
-        self,
-        config: Any,
-        *,
-        sampler: str,
-        predicted_throughput: float | None = None,
-        predicted_memory_mib: float | None = None,
-    ) -> Trial:
-        """Stores a new pending trial and returns it.
-
-        Raises:
-            StudyError: it cannot be stored.
-        """
-        return self.ledger.start(
-            config,
-            sampler=sampler,
-            predicted_throughput=predicted_throughput,
-            predicted_memory_mib=predicted_memory_mib,
-        )
-
     def finish(self, number: int, measurement: Measurement) -> Trial:
         """Stores the outcome of trial `number` in the ledger and in trials.csv, and returns the trial.
 
@@ -219,12 +201,9 @@ class RunFolder:
                 if that can be written.
         """
         try:
-            trial = self.ledger.finish(number, measurement)
-        except StudyError:
-            self._tabulate(self.ledger.trial(number))
-            raise
-        self._tabulate(trial)
-        return trial
+            return self.ledger.finish(number, measurement)
+        finally:
+            self._tabulate()
 
     def remeasure(self, number: int, throughputs: Sequence[float], failure: Measurement | None = None) -> Trial:
         """Stores all re-measurements of trial `number` in the ledger and in trials.csv, and returns the trial (see
@@ -233,23 +212,10 @@ class RunFolder:
         Raises:
             StudyError: the trial does not exist, or the ledger could not be written.
         """
-        self._stale.add(number)  # before the ledger: after an interrupt in between, `close` writes the row
-        trial = self.ledger.remeasure(number, throughputs, failure)
-        self._tabulate(trial)
-        self._stale.discard(number)
-        return trial
-
-    def trials(self) -> list[Trial]:
-        """Returns all trials by number, including pending ones."""
-        return self.ledger.trials()
-
-    def pending(self) -> list[Trial]:
-        """Returns the trials to run (again) under their numbers: those in progress when the run was interrupted."""
-        return self.ledger.pending()
-
-    def attempt(self, number: int, attempts: int) -> Trial:
-        """Stores the number of attempts of a pending trial (see `Ledger.attempt`)."""
-        return self.ledger.attempt(number, attempts)
+        try:
+            return self.ledger.remeasure(number, throughputs, failure)
+        finally:
+            self._tabulate()
 
     def log_path(self, number: int) -> Path:
         """Returns the path of a trial's log. Its folder exists, and an existing link is removed."""
@@ -302,14 +268,7 @@ class RunFolder:
             if self._closed:
                 return
             self._closed = True
-            # An interrupt may have occurred between a trial's record in the ledger and its row.
-            missing = [
-                trial
-                for trial in self.trials()
-                if not trial.pending and (trial.number not in self._rows or trial.number in self._stale)
-            ]
-            if missing or self._behind is not None:
-                self._tabulate(*missing)
+            self._tabulate()  # an interrupt may have occurred between a trial's record in the ledger and its row
             self.ledger.close()
             self._lock.release()
 
@@ -319,12 +278,10 @@ class RunFolder:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _tabulate(self, *trials: Trial) -> None:
+    def _tabulate(self) -> None:
         with self._mutex:
-            for trial in trials:
-                self._rows.put(trial)
             try:
-                self._rows.write()
+                self._rows.write(self.trials())
             except OSError as error:
                 reason = error.strerror or str(error)
                 if reason != self._behind:
@@ -364,3 +321,89 @@ def _of(path: Path) -> str:
     except StudyError:  # the folder contains a run in any case
         return ""
     return f" of {model}" if model else ""
+
+
+def instead_of_run(path: Path) -> str:
+    """Returns the end of a message about a folder without a run: the training or the runs that it contains; empty if it
+    contains neither.
+    """
+    if holds_training(path):
+        return f"; it contains a training, whose steps are in '{path / LOG}'"
+    below = sorted(file.parent.name for name in (RUN, TABLE) for file in path.glob(f"*/{name}"))
+    return f"; there is one in '{path / below[0]}'" if below else ""
+
+
+class View:
+    """A run for reading, also while another process works on it. Nothing is locked or written. A best.yaml outside its run,
+    or a plan, is a run of one trial.
+
+    Args:
+        path: the run's folder, or a best.yaml.
+        make_config: makes a configuration from a mapping of its values.
+        storage: storage of the ledger if it is not in the folder; as for `Ledger.load`. A storage named in run.yaml is
+            never opened automatically.
+
+    Raises:
+        StudyError: there is no run, or it cannot be read.
+        MissingDependency: the storage needs a package that is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        make_config: Callable[[Mapping[str, Any]], Any] = dict,
+        *,
+        storage: str | None = None,
+    ) -> None:
+        self.path = run_of(path_of(path))
+        self.problems: list[str] = []
+        """Missing or damaged parts."""
+        if best.is_plan(self.path):
+            plan = best.load(self.path)
+            self.document: dict[str, Any] | None = dict(plan.document)
+            """The contents of run.yaml; None if it is missing."""
+            self._trials = [replace(plan.trial, config=make_config(plan.trial.config))]
+            return
+        if self.path.is_file():
+            raise StudyError(f"'{path}' is a file; give the folder of a run, or its {BEST}")
+        if not self.path.is_dir():
+            raise StudyError(f"there is no folder '{path}'; give the {option('out')} of a run")
+        if not holds_run(self.path):
+            raise StudyError(
+                f"'{path}' contains no run: it has neither {RUN} nor {LEDGER} nor {TABLE}{instead_of_run(self.path)}"
+            )
+        self.document = None
+        if (self.path / RUN).exists():
+            self.document, self.problems = request.read(self.path)
+        else:
+            self.problems.append(f"{self.path / RUN} is missing")
+        self._trials = self._read(make_config, storage)
+
+    def trials(self) -> list[Trial]:
+        """Returns all trials by number, as of the creation of the view."""
+        return list(self._trials)
+
+    def _read(self, make_config: Callable[[Mapping[str, Any]], Any], storage: str | None) -> list[Trial]:
+        name = self.document["study"] if self.document else None
+        lossy = lossy_of(self.document)
+        if storage is not None:
+            ledger = Ledger.load(storage, name=name, make_config=make_config, lossy=lossy)
+            self.problems += ledger.problems
+            return ledger.trials()
+        named_storage = (self.document or {}).get("storage")
+        if named_storage:
+            raise StudyError(
+                f"the trials are in the storage '{named_storage}', which is opened only if you name it with {option('storage')}"
+            )
+        try:
+            data = read_inside(self.path, LEDGER, at_most=LARGEST_LEDGER)
+            origin = f"'{self.path / LEDGER}'"
+            ledger = Ledger.parse(data, origin=origin, name=name, make_config=make_config, lossy=lossy)
+        except FileNotFoundError:
+            if (self.path / TABLE).exists():
+                raise StudyError(f"there is no ledger at '{self.path / LEDGER}'") from None
+            return []  # killed before the ledger was created
+        except OSError as error:
+            raise StudyError(f"cannot read '{self.path / LEDGER}': {error.strerror or error}") from error
+        self.problems += ledger.problems
+        return ledger.trials()

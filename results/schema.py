@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ..base.errors import StudyError
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 
 MOST_LISTED = 20
@@ -192,22 +193,35 @@ BEST: Shape = {
 """best.yaml, and a plan of `redline estimate`, whose alternatives have roles and devices."""
 
 
-def read_document(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | None:
-    """Returns the mapping in a YAML file of a folder; None if it does not exist. Damage is added to `problems`."""
+def read_mapping(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the mapping in a YAML file of a folder.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        StudyError: it cannot be read, or contains something else.
+    """
     try:
         document = parse_yaml(read_inside(folder.resolve(), name, at_most=LARGEST_DOCUMENT))
     except FileNotFoundError:
-        return None
+        raise
     except OSError as error:
-        problems.append(f"{name} cannot be read: {error.strerror or error}")
-        return None
+        raise StudyError(f"'{folder / name}' cannot be read: {error.strerror or error}") from error
     except Malformed as error:
-        problems.append(f"{name} is damaged and left out: {error}")
-        return None
+        raise StudyError(f"'{folder / name}' is damaged: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(document, dict):
-        problems.append(f"{name} is damaged and left out: it must be a mapping")
-        return None
+        raise StudyError(f"'{folder / name}' is damaged: it must be a mapping")
     return document
+
+
+def read_document(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | None:
+    """Returns the mapping in a YAML file of a folder; None if it does not exist. Damage is added to `problems`."""
+    try:
+        return read_mapping(folder, name)
+    except FileNotFoundError:
+        return None
+    except StudyError as error:
+        problems.append(str(error).replace(f"'{folder / name}'", name) + "; left out")
+        return None
 
 
 def clean(document: Any, shape: Shape, name: str) -> tuple[dict[str, Any], list[str]]:

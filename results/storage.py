@@ -165,29 +165,6 @@ CREATIONS, CREATION_S = 50, 0.1
 """Attempts to open a database whose tables another process creates, and the time between them, s."""
 
 
-class _TablesAppeared(Exception):
-    """Another process created tables of the database at the same time."""
-
-
-def _created(url: str) -> "BaseStorage":
-    """Opens a database and creates its tables, which Optuna does one by one and without a transaction.
-
-    Raises:
-        _TablesAppeared: another process did so meanwhile.
-    """
-    import optuna
-    import sqlalchemy.exc
-
-    try:
-        return optuna.storages.RDBStorage(url)
-    except sqlalchemy.exc.IntegrityError as error:
-        raise _TablesAppeared from error
-    except (sqlalchemy.exc.OperationalError, sqlalchemy.exc.ProgrammingError) as error:
-        if re.search(r"already exists|database (?:table )?is locked", str(error)):
-            raise _TablesAppeared from error
-        raise
-
-
 def _remote(url: str, *, read_only: bool) -> "BaseStorage":
     import optuna
 
@@ -207,9 +184,14 @@ def _remote(url: str, *, read_only: bool) -> "BaseStorage":
         if read_only:
             return optuna.storages.RDBStorage(url, skip_table_creation=True)
         for _ in range(CREATIONS):
-            with contextlib.suppress(_TablesAppeared):
-                return _created(url)
-            time.sleep(CREATION_S)
+            try:
+                return optuna.storages.RDBStorage(url)
+            except sqlalchemy.exc.DBAPIError as error:
+                # Optuna creates the tables one by one and without a transaction, as another process may at the same time.
+                created = re.search(r"already exists|database (?:table )?is locked", str(error))
+                if not created and not isinstance(error, sqlalchemy.exc.IntegrityError):
+                    raise
+                time.sleep(CREATION_S)
         return optuna.storages.RDBStorage(url)
     except (
         sqlalchemy.exc.SQLAlchemyError,

@@ -1,6 +1,5 @@
 """trials.csv: one row per finished trial, valid at any time."""
 
-import bisect
 import csv
 import io
 import math
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import StudyError
 from ..base.reading import path_of, read_named
-from ..base.writing import append, write_atomic
+from ..base.writing import write_atomic
 from ..knobs.lossy import Lossy, lossy_in
-from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, unquoted, values
-from .measurement import Measurement, Status, Trial
+from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, unquoted, value
+from .measurement import Measurement, Status, Trial, plain_scalar
 from .schema import shortened
 
 if TYPE_CHECKING:
@@ -35,12 +34,6 @@ _UNREAL = ("nan", "inf", "-inf")
 _STATUSES = frozenset(map(str, Status))
 
 
-REWRITTEN = 1 << 16
-"""Size up to which the file is replaced as a whole, bytes. A new last row is appended to a longer file, so that the
-cost of a trial does not grow with their number.
-"""
-
-
 class Table:
     """Writes trials.csv. Each row is formatted once.
 
@@ -52,63 +45,29 @@ class Table:
     def __init__(self, path: Path, knobs: Iterable[str]) -> None:
         self.path = path
         self.knobs = tuple(knobs)
-        self._header = line(header(self.knobs)).encode()
-        self._numbers: list[int] = []
-        self._rows: list[bytes] = []
-        self._size: int | None = None
-        """Size of the file after the last write, bytes; None if it must be replaced."""
-        self._new: list[bytes] = []
-        """Last rows added since then."""
+        self._rows: dict[int, tuple[Trial, str]] = {}
 
-    def put(self, trial: Trial) -> None:
-        """Adds a finished trial, or replaces its row. A pending trial is ignored.
+    def write(self, trials: Iterable[Trial]) -> None:
+        """Replaces the file by one with the rows of these trials, without pending ones.
 
         Raises:
-            StudyError: the configuration has a knob without a column.
+            StudyError: a configuration has a knob without a column.
+            OSError: the file cannot be written; the old one is unchanged.
         """
-        if trial.pending:
-            return
-        data = row(trial, self.knobs).encode()
-        place = bisect.bisect_left(self._numbers, trial.number)
-        if place == len(self._rows):
-            self._new.append(data)
-        else:  # a row in the middle
-            self._size = None
-        if trial.number in self:
-            self._rows[place] = data
-        else:
-            self._numbers.insert(place, trial.number)
-            self._rows.insert(place, data)
-
-    def __contains__(self, number: int) -> bool:
-        """True if the trial of that number has a row."""
-        place = bisect.bisect_left(self._numbers, number)
-        return place < len(self._numbers) and self._numbers[place] == number
-
-    def write(self) -> None:
-        """Replaces the file, or appends to it (see `REWRITTEN`).
-
-        Raises:
-            OSError: it cannot be written; the old file is unchanged except for a part of the last row.
-        """
-        new, self._new = b"".join(self._new), []
-        size, self._size = self._size, None
+        lines = [line(header(self.knobs))]
+        for trial in trials:
+            if not trial.pending:
+                if self._rows.get(trial.number, (None,))[0] is not trial:
+                    self._rows[trial.number] = trial, row(trial, self.knobs)
+                lines.append(self._rows[trial.number][1])
         # No fsync: resuming after a power failure writes the table again from the ledger.
-        if size is not None and size > REWRITTEN and append(self.path, new, expected_size=size):
-            self._size = size + len(new)
-        else:
-            data = b"".join([self._header, *self._rows])
-            write_atomic(self.path, data, durable=False)
-            self._size = len(data)
+        write_atomic(self.path, "".join(lines).encode(), durable=False)
 
 
 def frame(trials: Sequence[Trial], knobs: Iterable[str]) -> "DataFrame":
     """Returns the finished trials as a table with the columns and types of `read`."""
-    names = header(knobs)
-    cells = [
-        values(trial, [name[len(KNOB) :] for name in names[len(FIXED) :]]) for trial in trials if not trial.pending
-    ]
-    return _frame({name: [cells_of_trial[i] for cells_of_trial in cells] for i, name in enumerate(names)})
+    finished = [trial for trial in trials if not trial.pending]
+    return _frame({name: [plain_scalar(value(trial, name)) for trial in finished] for name in header(knobs)})
 
 
 def read(path: str | Path) -> "DataFrame":

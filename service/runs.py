@@ -16,7 +16,7 @@ from ..results.table import LARGEST_TABLE
 from ..space import Config
 from ..tuner.result import make_result
 from ..views.dashboard.library import Library
-from ..views.report.document import as_json
+from ..views.report.page import as_json
 
 SEARCHES = "searches"
 """Subfolder of the server's data that contains a folder for each search."""

@@ -14,8 +14,8 @@ from ..models.layouts.find import LAYOUTS, find_weights
 from ..models.layouts.hugging_face import own_generation, own_tokenizer
 from ..models.layouts.weights import Weights
 from ..models.lora import AdaptedArchitecture
-from ..results.trained import CHECKPOINTS, holds_training, read_document
-from .checkpoint.folder import Checkpoint, CheckpointFolder
+from ..results.names import CHECKPOINTS, holds_training, read_document
+from .checkpoint.saver import Checkpoint, CheckpointFolder
 from .checkpoint.state import MODEL
 from .data.order import BYTES
 from .request import TrainRequest

@@ -6,17 +6,19 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..base.device import detect, usable_cores
-from ..base.errors import RedlineError, RunnerError, StudyError, TrainingFailed, UsageError
+from ..base.errors import NothingFound, RedlineError, RunnerError, StudyError, TrainingFailed, UsageError
 from ..base.lock import FolderLock
 from ..base.reading import JsonLines
 from ..base.writing import free_mib, make_folder
+from ..estimator.hardware import Hardware
+from ..estimator.measuring import hardware_of
 from ..knobs.strategy import Strategy
 from ..knobs.text import config_text
 from ..models import Workload
@@ -25,14 +27,14 @@ from ..models.flops import flops_of
 from ..models.lora import AdaptedArchitecture
 from ..models.resolve import located
 from ..results import Measurement, Status
-from ..results.names import fresh_folder
-from ..results.trained import (
+from ..results.names import (
     CHECKPOINTS,
     DATA,
     LOG,
     LOGS,
     OUT_OF_MEMORY,
     STOP,
+    fresh_folder,
     holds_training,
     log_size,
     read_document,
@@ -45,16 +47,15 @@ from ..runners.registry import runner_on
 from ..runners.runner import Runner, TrialRequest
 from ..space import Config
 from ..tuner.trackers import logging_to
-from .checkpoint.folder import CheckpointFolder
+from .checkpoint.saver import CheckpointFolder
 from .data import DataPlan, training_data
 from .data.corpus import find_sources
-from .hyperparameters import Hyperparameters
-from .listener import TrainingStart, TrainingStrategy, TrainListener, devices_text
-from .loop import LoopPlan, LoopResult
+from .listener import Trained, TrainingStart, TrainingStrategy, TrainListener, TrainTracking, devices_text
+from .loop import Hyperparameters, LoopPlan, LoopResult
+from .planning import plan, safer
 from .program import Trainings, TrainRank, weights_to_begin_with
-from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
-from .strategy import TrainingSource, after_oom, read_source, replanned, winner, without_batch
-from .tracking import TrainTracking
+from .request import TrainRequest, taken_up, with_tokenizer
+from .strategy import TrainingSource, read_source, winner, without_batch
 
 LOSSES = 3
 """Largest number of restarts in a row, after ranks were lost, that reach no further checkpoint. A failed host loses ranks
@@ -67,25 +68,6 @@ FULL_MIB = 1.0
 """Free space of a training's disk below which it counts as full, MiB."""
 LOOK_S = 0.2
 """Interval between reads of the log, s."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """Result of a training."""
-
-    folder: Path
-    step: int
-    """Number of steps done."""
-    stopped: bool
-    """True if it was ended before the last step."""
-    measurement: Measurement | None
-    """Measurement of the last configuration; None if all steps were done before."""
-    strategies: tuple[TrainingStrategy, ...]
-    """All configurations of the training, in order."""
-    predicted: float | None = None
-    """Throughput of a dry run of the last configuration; None if there was none."""
-    exports_to: str | None = None
-    """Layout that `redline convert` writes without further options; None if no other tool has one."""
 
 
 def train(request: TrainRequest, listener: TrainListener | None = None) -> Trained:
@@ -126,9 +108,7 @@ class Driver:
         note: str | None = None
         if request.resume or (again and holds_training(path)):
             self.document = read_document(path)
-            previous = TrainRequest.again(request.source, self.document["asked"])
-            request = taken_up(request, self.document["asked"])
-            request, note = with_schedule(request, previous, CheckpointFolder(path / CHECKPOINTS).step)
+            request, note = taken_up(request, self.document["asked"], CheckpointFolder(path / CHECKPOINTS).step)
             source = TrainingSource.from_dict(self.document["source"])
         elif holds_training(path):
             raise StudyError(f"'{path}' contains a training already; continue it with --resume, or give another --out")
@@ -168,16 +148,12 @@ class Driver:
         """Number of steps in the latest checkpoint."""
         return self.checkpoints.step
 
-    @property
-    def done(self) -> bool:
-        """True if the training in the folder has a checkpoint of its last step."""
-        return self.step >= self.request.steps
-
     def reports_done(self) -> bool:
-        """Returns True, with a message, if the training is `done`."""
-        if self.done:
+        """Returns True, with a message, if there is a checkpoint of the last step."""
+        done = self.step >= self.request.steps
+        if done:
             self.listener.on_message(f"all {self.step} steps are done already; a higher --steps continues")
-        return self.done
+        return done
 
     @property
     def strategy(self) -> TrainingStrategy:
@@ -185,12 +161,23 @@ class Driver:
         return self.strategies[-1]
 
     def prepare(self) -> None:
-        """Reads the data, and decides on a configuration.
+        """Reads the data, and decides on a configuration. If that is refused, the new folders are removed.
 
         Raises:
             UsageError: the data cannot be read, or has changed; or the initial weights are of another model.
             NothingFound: no configuration fits on the devices.
         """
+        try:
+            self._prepare()
+        except RedlineError:
+            if self._new_folders and not holds_training(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # not empty: another process has created something there
+                    for folder in self._new_folders[1:]:
+                        folder.rmdir()
+            raise
+
+    def _prepare(self) -> None:
         for note in self._notes:
             self.listener.on_message(note)
         if self.request.weights is not None and not self.step:
@@ -230,14 +217,6 @@ class Driver:
         strategy_knobs = Strategy.of(strategy.config, devices=strategy.devices, global_batch=total)
         return strategy_knobs.micro_batch * strategy_knobs.grad_accum * strategy_knobs.dp
 
-    def discard(self) -> None:
-        """Removes the folders of a start that was refused before any training."""
-        if self._new_folders and not holds_training(self.path):
-            shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # not empty: another process has created something there
-                for folder in self._new_folders[1:]:
-                    folder.rmdir()
-
     def safer(self, reason: str) -> None:
         """Takes the next safer configuration after an out-of-memory failure.
 
@@ -246,18 +225,29 @@ class Driver:
         """
         self.listener.on_message(reason)
         self._failed.append(self.strategy.config)
-        self._use(after_oom(self.request, self.workload, self.strategy, self._failed, self.step))
+        devices = self.strategy.devices
+        planned = safer(
+            self.workload,
+            self.strategy.config,
+            devices=devices,
+            memory_limit_mib=self.request.limit_mib,
+            failed=self._failed,
+            fixed=self.request.fix or {},
+            hardware=self._hardware,
+        )
+        if planned is None:
+            raise NothingFound(
+                f"the training ran out of memory, and no configuration for {devices_text(devices)} needs clearly less; "
+                "more devices, a smaller --global-batch or a shorter --seq-len would help"
+            )
+        self._use(TrainingStrategy(config=planned.config, devices=devices, why=planned.why, step=self.step))
         self.listener.on_message(f"continuing from step {self.step} in a safer configuration")
 
     def run(self) -> Trained:
         """Starts ranks here, or on the runner's devices, until they have ended successfully."""
         if self.reports_done():
             return self._result(None)
-        try:
-            self.prepare()
-        except RedlineError:
-            self.discard()
-            raise
+        self.prepare()
         while True:
             measured = self._run_until_ended()
             if measured.ok:
@@ -316,14 +306,36 @@ class Driver:
             devices, like = request.devices or self.source.devices or self.device.count, self.source.config
             if like is not None and request.global_batch is not None:
                 like = without_batch(like)
-            return replanned(request, self.workload, devices, like=like, step=0, device=self.device)
+            return self._planned(devices, like)
         self.listener.on_wait("replanning")
         devices = request.devices or previous.devices
-        planned = replanned(request, self.workload, devices, like=previous.config, step=self.step, device=self.device)
+        planned = self._planned(devices, previous.config)
         of = f" with {request.limit_mib:,.0f} MiB each" if request.limit_mib is not None else ""
         previous_devices = f", after {previous.devices}" if devices != previous.devices else ""
         self.listener.on_message(f"replanned for {devices_text(devices)}{of}{previous_devices}: {planned.why}")
         return planned
+
+    def _planned(self, devices: int, like: Config | None) -> TrainingStrategy:
+        """Returns the plan for a number of devices.
+
+        Raises:
+            NothingFound: no configuration fits on them.
+        """
+        planned = plan(
+            self.workload,
+            devices=devices,
+            memory_limit_mib=self.request.limit_mib,
+            like=like,
+            hardware=self._hardware,
+            fixed=self.request.fix or {},
+            seed=self.request.seed,
+        )
+        return TrainingStrategy(config=planned.config, devices=devices, why=planned.why, step=self.step)
+
+    @property
+    def _hardware(self) -> Hardware | None:
+        """Description of a cluster's devices; None for those at hand."""
+        return None if self.device == detect() else hardware_of(self.device)
 
     def _as_before(self, previous: TrainingStrategy) -> TrainingStrategy | None:
         """Returns the previous configuration; None if other devices, memory or knobs are requested."""
@@ -416,15 +428,7 @@ class Driver:
                 fewer = self.strategy.devices // 2
                 self.listener.on_message(f"{error}; planning for {devices_text(fewer)}")
                 self._failed.clear()  # `safer` compares with failures on the same devices
-                strategy = replanned(
-                    self.request,
-                    self.workload,
-                    fewer,
-                    like=self.strategy.config,
-                    step=self.step,
-                    device=self.device,
-                )
-                self._use(strategy)
+                self._use(self._planned(fewer, self.strategy.config))
 
     def _watched(self, runner: Runner) -> Measurement:
         """Starts the ranks once, and forwards their log. Ctrl-C lets them save and end; a second one ends them."""
@@ -433,14 +437,18 @@ class Driver:
         log.parent.mkdir(exist_ok=True)
         reader = JsonLines(self.path, LOG, log_size(self.path))
         trial_request = TrialRequest(config=self.strategy.config, number=int(log.stem), log=log.absolute())
-        with ThreadPoolExecutor(1, thread_name_prefix="ranks") as pool, _closed_on_error(runner):
+        with ThreadPoolExecutor(1, thread_name_prefix="ranks") as pool:
             future = pool.submit(runner.run, trial_request)
             try:
-                self._follow(future, reader)
-            except KeyboardInterrupt:
-                self._ask_to_stop()
-                self._follow(future, reader)
-            return future.result()
+                try:
+                    self._follow(future, reader)
+                except KeyboardInterrupt:
+                    self._ask_to_stop()
+                    self._follow(future, reader)
+                return future.result()
+            except BaseException:  # interrupted again, or for example its output is closed
+                runner.close()
+                raise
 
     def _ask_to_stop(self) -> None:
         """Requests the ranks to save a checkpoint and end."""
@@ -512,13 +520,3 @@ def _layout(workload: Workload) -> str | None:
     if not isinstance(workload.model, Architecture):
         return None
     return "peft" if isinstance(workload.model, AdaptedArchitecture) else "hf"
-
-
-@contextlib.contextmanager
-def _closed_on_error(runner: Runner) -> Iterator[None]:
-    """Ends the ranks if the waiting thread is interrupted or fails, for example because its output is closed."""
-    try:
-        yield
-    except BaseException:
-        runner.close()
-        raise

@@ -19,14 +19,13 @@ from ..results.columns import speed
 from ..space import Config, Space
 from ..tuner.default_prior import assumed_hardware
 from ..tuner.feasibility import HEADROOM, OutOfMemoryKnowledge
-from ..tuner.listener import SearchListener
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..estimator import Estimate, Estimator, Hardware
     from ..estimator.estimate import EstimateTable
-    from ..estimator.survey import Ranked, Survey
+    from ..estimator.survey import Survey
 
 
 COMPUTED: Mapping[str, Any] = {"precision": "fp32", "reduce_dtype": "fp32", "capacity_factor": 0}
@@ -116,8 +115,6 @@ halved after seven failures.
 """
 LEADERS = 64
 """Number of the fastest configurations that are checked against known failures."""
-DIGITS = 4
-"""Significant digits of the predictions that decide what is safer. Further digits may depend on the host's processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +122,8 @@ class Planned:
     """A configuration to train with."""
 
     config: Config
-    estimate: "Estimate | None"
-    """Estimate of the configuration; None if the model or the machine cannot be predicted."""
+    estimate: "Estimate | None" = None
+    """Estimate of the configuration, if it was chosen by one."""
     why: str
     """Reason for this configuration, in a sentence."""
     trials: tuple[Trial, ...] = ()
@@ -143,8 +140,6 @@ def plan(
     fixed: Mapping[str, Any] | None = None,
     hardware: "str | Path | Hardware | None" = None,
     seed: int = 0,
-    out: str | Path | None = None,
-    listener: SearchListener | None = None,
 ) -> Planned:
     """Returns the configuration to train with on these devices: the estimate's best, or the best of a short search
     that starts from it.
@@ -161,21 +156,53 @@ def plan(
         fixed: values of knobs that do not vary.
         hardware: a name, a file or `Hardware` that describes the devices; None for those at hand.
         seed: seed of the dry runs.
-        out: a new folder for the search; None saves nothing.
-        listener: receives the events of the search.
 
     Raises:
         NothingFound: no configuration fits; the message says what would.
         UsageError: an argument is invalid, or no configuration is valid.
         KeyboardInterrupt: the search was interrupted.
     """
-    site = _site(with_samples_of(workload, like), devices, memory_limit_mib, hardware, like, fixed or {})
-    space, space_notes = site.space(site.devices)
-    outlook = _outlook(site, space)
-    if not trials:
-        return _with_notes(_by_estimate(site, space, outlook), space_notes)
-    search = {"runner": "local", "trials": trials, "seed": seed, "hardware": hardware, "out": out}
-    return _with_notes(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), space_notes)
+    from ..estimator.request import machine_of
+    from ..estimator.survey import device_of
+
+    workload = with_samples_of(workload, like)
+    machine: Hardware | None = None
+    note = ""
+    try:
+        machine, count = machine_of(hardware, devices)
+    except RunnerError as error:
+        note, count = str(error), devices or detect().count
+    device = detect() if machine is None or hardware is None else device_of(machine)
+    if memory_limit_mib is None and hardware is None and device.type == "cpu":
+        memory_limit_mib = share_of_host(count)
+    where = f"{count} rank{'s'[: count > 1]} on {device.name}"
+    if machine is not None and machine.kind != "cpu":
+        where = f"{count} x {machine.name}"
+    space, space_notes = training_space(workload, device, count, like, fixed)
+    surveyed = None
+    if machine is not None:
+        estimator = _estimator(workload, machine, space, count, memory_limit_mib)
+        try:
+            surveyed, note = _surveyed(estimator, space)
+        except UsageError as error:  # the model cannot be predicted
+            note = str(error)
+    best = next(iter(surveyed.best), None) if surveyed is not None else None
+    if trials:
+        begin = space if best is None else beginning_with(space, best.config)
+        search = {"trials": trials, "seed": seed, "hardware": hardware}
+        planned = _by_dry_runs(workload, begin, count, memory_limit_mib, where, search)
+    elif surveyed is None:
+        reason = f"the default configuration, since nothing can be predicted: {note}"
+        planned = Planned(config=space.default(), why=reason)
+    elif best is None:
+        raise NothingFound(_nothing_fits(workload, surveyed, where, estimator.memory_limit_mib))
+    else:
+        of = f"the estimate's best of {surveyed.predicted:,} configurations"
+        reason = (
+            f"{of if surveyed.predicted > 1 else 'the only configuration'} for {where}{f'; {note}' if note else ''}"
+        )
+        planned = Planned(config=best.config, estimate=best.estimate, why=reason)
+    return replace(planned, why="; ".join((planned.why, *space_notes)))
 
 
 def adapted(
@@ -197,7 +224,7 @@ def adapted(
     """
     same_batch = with_samples_of(workload, config).global_batch == workload.global_batch
     if same_batch and all(config.get(name) == value for name, value in fixed.items()):
-        return Planned(config=config, estimate=None, why=of)
+        return Planned(config=config, why=of)
     space, space_notes = training_space(workload, device, devices, config, fixed)
     for knob in space.knobs:
         if knob.derived or knob.name in fixed or knob.name not in config:
@@ -206,9 +233,7 @@ def adapted(
             with suppress(SpaceError):  # impossible here
                 space.override(knob.name, [*knob.values, config[knob.name]])
     nearest = beginning_with(space, config).default()
-    return _with_notes(
-        Planned(config=nearest, estimate=None, why=f"the valid configuration nearest to {of}"), space_notes
-    )
+    return Planned(config=nearest, why="; ".join((f"the valid configuration nearest to {of}", *space_notes)))
 
 
 def safer(
@@ -222,10 +247,7 @@ def safer(
     hardware: "str | Path | Hardware | None" = None,
 ) -> Planned | None:
     """Returns the fastest configuration, by estimate, of those that need clearly less memory than the failed ones
-    (`CLEARLY_LESS`).
-
-    The result depends only on the arguments, the kind of device and the installed packages. Nothing is measured, so
-    all ranks of a training get the same result without communication.
+    (`CLEARLY_LESS`). Nothing is measured, since the devices may still be in use.
 
     Args:
         workload: what is trained.
@@ -243,30 +265,22 @@ def safer(
         UsageError: the model cannot be predicted.
     """
     from ..estimator.hardware import find_hardware
-    from ..estimator.survey import survey
+    from ..estimator.survey import device_of, survey
 
+    workload = with_samples_of(workload, config)
     machine = find_hardware(hardware) if hardware is not None else None
-    site = _Site(
-        workload=with_samples_of(workload, config),
-        device=_device(machine),
-        devices=devices,
-        machine=machine,
-        limit_mib=memory_limit_mib,
-        like=config,
-        fixed=fixed or {},
-    )
-    space, space_notes = site.space(devices)
-    if machine is None:
-        site = replace(site, machine=assumed_hardware(site.device, space, devices))
-    estimator = site.estimator(space, devices)
+    device = detect() if machine is None else device_of(machine)
+    space, space_notes = training_space(workload, device, devices, config, fixed)
+    machine = machine or assumed_hardware(device, space, devices)
+    estimator = _estimator(workload, machine, space, devices, memory_limit_mib)
     fallen = list(dict.fromkeys((config, *failed)))
     failed_table = estimator.table(fallen)
     least_mib = float(failed_table.fullest_memory_mib.min())
     knowledge = OutOfMemoryKnowledge(space)
-    fastest = survey(estimator, space, top=LEADERS, order=_needing(CLEARLY_LESS * least_mib)).best
+    order = _order(CLEARLY_LESS * least_mib, lambda table: table.preference)
     sound = (
         ranked
-        for ranked in fastest
+        for ranked in survey(estimator, space, top=LEADERS, order=order).best
         if not any(knowledge.needs_as_much(ranked.config, failed_config) for failed_config in fallen)
     )
     chosen = next(sound, None)
@@ -277,145 +291,60 @@ def safer(
         f"the fastest configuration that is predicted to need clearly less memory than the one that failed: "
         f"{_mib(chosen.estimate.peak_memory_mib)} instead of {_mib(least_mib)}, at {100 * ratio:.0f} % of its speed"
     )
-    return _with_notes(Planned(config=chosen.config, estimate=chosen.estimate, why=reason), space_notes)
+    return Planned(config=chosen.config, estimate=chosen.estimate, why="; ".join((reason, *space_notes)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Site:
-    """Workload and devices of a plan."""
+def _estimator(
+    workload: Workload, machine: "Hardware", space: Space, devices: int, limit_mib: float | None
+) -> "Estimator":
+    from ..estimator import Estimator, TrainingSetup
+    from ..estimator.request import without_knobs
 
-    workload: Workload
-    device: Device
-    devices: int
-    machine: "Hardware | None"
-    """None if the machine cannot be measured; `note` has the reason."""
-    limit_mib: float | None
-    like: Config | None
-    fixed: Mapping[str, Any]
-    note: str | None = None
-
-    def space(self, devices: int) -> tuple[Space, tuple[str, ...]]:
-        return training_space(self.workload, self.device, devices, self.like, self.fixed)
-
-    def estimator(self, space: Space, devices: int) -> "Estimator":
-        from ..estimator import Estimator, TrainingSetup
-        from ..estimator.request import without_knobs
-
-        assert self.machine is not None, "predictions need a machine"
-        setup = TrainingSetup(
-            devices=devices,
-            seq_len=self.workload.seq_len,
-            global_batch=self.workload.global_batch,
-            memory_limit_mib=self.limit_mib,
-            **without_knobs(space),
-        )
-        return Estimator(self.workload, self.machine, setup)
-
-    @property
-    def words(self) -> str:
-        if self.machine is not None and self.machine.kind != "cpu":
-            return f"{self.devices} x {self.machine.name}"
-        return f"{self.devices} rank{'s'[: self.devices > 1]} on {self.device.name}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outlook:
-    """Predictions for the configurations of a space."""
-
-    estimator: "Estimator | None"
-    survey: "Survey | None"
-    note: str | None
-    """Reason why there is no prediction, or a remark on the best configuration."""
-
-    @property
-    def best(self) -> "Ranked | None":
-        return None if self.survey is None else next(iter(self.survey.best), None)
-
-
-def _site(
-    workload: Workload,
-    devices: int | None,
-    limit_mib: float | None,
-    hardware: "str | Path | Hardware | None",
-    like: Config | None,
-    fixed: Mapping[str, Any],
-) -> _Site:
-    from ..estimator.request import machine_of
-
-    note, machine = None, None
-    try:
-        machine, count = machine_of(hardware, devices)
-    except RunnerError as error:
-        note, count = str(error), devices or detect().count
-    device = _device(machine if hardware is not None else None)
-    if limit_mib is None and hardware is None and device.type == "cpu":
-        limit_mib = share_of_host(count)
-    return _Site(
-        workload=workload,
-        device=device,
-        devices=count,
-        machine=machine,
-        limit_mib=limit_mib,
-        like=like,
-        fixed=fixed,
-        note=note,
+    setup = TrainingSetup(
+        devices=devices,
+        seq_len=workload.seq_len,
+        global_batch=workload.global_batch,
+        memory_limit_mib=limit_mib,
+        **without_knobs(space),
     )
+    return Estimator(workload, machine, setup)
 
 
-def _device(machine: "Hardware | None") -> Device:
-    from ..estimator.survey import device_of
-
-    return detect() if machine is None else device_of(machine)
-
-
-def _outlook(site: _Site, space: Space) -> _Outlook:
-    """Predicts the best configuration, by throughput times the probability to run. Configurations that leave too
-    little headroom count only if no other fits.
+def _surveyed(estimator: "Estimator", space: Space) -> "tuple[Survey, str]":
+    """Returns the best configuration, by throughput less its risk times the probability to run (running out of memory sets a
+    training back to its last checkpoint, and then costs speed), and a remark on it. Configurations that leave too little
+    headroom count only if no other fits.
     """
     from ..estimator.survey import survey
 
-    if site.machine is None:
-        return _Outlook(estimator=None, survey=None, note=site.note)
-    estimator = site.estimator(space, site.devices)
-    limit_mib = estimator.memory_limit_mib
-    try:
-        surveyed = survey(estimator, space, top=1, order=_hopeful((1.0 - HEADROOM) * limit_mib))
+    for headroom in (HEADROOM, 0.0):
+        order = _order(
+            (1.0 - headroom) * estimator.memory_limit_mib, lambda table: table.preference * table.probability_runs
+        )
+        surveyed = survey(estimator, space, top=1, order=order)
         if surveyed.best:
-            return _Outlook(estimator=estimator, survey=surveyed, note=None)
-        surveyed = survey(estimator, space, top=1, order=_hopeful(limit_mib))
-    except UsageError as error:
-        return _Outlook(estimator=None, survey=None, note=str(error))
-    note = f"less than {100 * HEADROOM:g} % of the memory stays free" if surveyed.best else None
-    return _Outlook(estimator=estimator, survey=surveyed, note=note)
+            break
+    return surveyed, "" if headroom else f"less than {100 * HEADROOM:g} % of the memory stays free"
 
 
-def _by_estimate(site: _Site, space: Space, outlook: _Outlook) -> Planned:
-    if outlook.survey is None:
-        reason = f"the default configuration, since nothing can be predicted: {outlook.note}"
-        return Planned(config=space.default(), estimate=None, why=reason)
-    if outlook.best is None:
-        raise NothingFound(_nothing_fits(site, outlook))
-    predicted = outlook.survey.predicted
-    of = f"the estimate's best of {predicted:,} configurations" if predicted > 1 else "the only configuration"
-    reason = f"{of} for {site.words}{f'; {outlook.note}' if outlook.note else ''}"
-    return Planned(config=outlook.best.config, estimate=outlook.best.estimate, why=reason)
+def _order(room_mib: float, value: "Callable[[EstimateTable], np.ndarray]") -> "Callable[[EstimateTable], np.ndarray]":
+    """Returns the order of the configurations that need at most `room_mib`: the highest value first, then the least memory."""
+    import numpy as np
+
+    def order(table: "EstimateTable") -> np.ndarray:
+        fits = np.flatnonzero(np.isfinite(table.step_ms) & (table.fullest_memory_mib <= room_mib))
+        return fits[np.lexsort((table.fullest_memory_mib[fits], -value(table)[fits]))]
+
+    return order
 
 
 def _by_dry_runs(
-    site: _Site, space: Space, outlook: _Outlook, listener: SearchListener, search: Mapping[str, Any]
+    workload: Workload, space: Space, devices: int, limit_mib: float | None, where: str, search: Mapping[str, Any]
 ) -> Planned:
-    """Returns the winner of a short search whose first trial is the estimate's best."""
+    """Returns the winner of a short search, whose first trial is the space's default configuration."""
     from ..tuner.tuning import tune
 
-    start = outlook.best.config if outlook.best is not None else None
-    result = tune(
-        site.workload,
-        space if start is None else beginning_with(space, start),
-        devices=site.devices,
-        memory_limit=site.limit_mib,
-        listener=listener,
-        **search,
-    )
+    result = tune(workload, space, devices=devices, memory_limit=limit_mib, runner="local", **search)
     if result.interrupted:
         raise KeyboardInterrupt
     if result.best is None:
@@ -424,55 +353,19 @@ def _by_dry_runs(
     chosen_of = f"the fastest of {count} dry runs" if count > 1 else "the one dry run"
     return Planned(
         config=best.config,
-        estimate=None if outlook.estimator is None else outlook.estimator(best.config),
-        why=f"{chosen_of} on {site.words}: {speed(best.throughput, best.measurement.unit)}",
+        why=f"{chosen_of} on {where}: {speed(best.throughput, best.measurement.unit)}",
         trials=result.all_trials,
     )
 
 
-def _nothing_fits(site: _Site, outlook: _Outlook) -> str:
-    assert outlook.survey is not None and outlook.estimator is not None, "something was predicted"
-    least, limit_mib = outlook.survey.smallest, outlook.estimator.memory_limit_mib
+def _nothing_fits(workload: Workload, surveyed: "Survey", where: str, limit_mib: float) -> str:
     message = (
-        f"none of the {outlook.survey.predicted:,} configurations of {site.workload.name} is predicted to fit "
-        f"{site.words}, with {_mib(limit_mib)} each."
+        f"none of the {surveyed.predicted:,} configurations of {workload.name} is predicted to fit {where}, with "
+        f"{_mib(limit_mib)} each."
     )
-    if least is not None:
+    if (least := surveyed.smallest) is not None:
         message += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({config_text(least.config)})."
     return message + ADVICE
-
-
-def _with_notes(planned: Planned, notes: Sequence[str]) -> Planned:
-    return replace(planned, why="; ".join((planned.why, *notes)))
-
-
-def _hopeful(room_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
-    """Orders configurations that need at most `room_mib` by throughput less its risk times the probability to run: running out of
-    memory sets a training back to its last checkpoint, and then costs speed.
-    """
-    import numpy as np
-
-    def order(table: "EstimateTable") -> np.ndarray:
-        fits = np.flatnonzero(np.isfinite(table.step_ms) & (table.fullest_memory_mib <= room_mib))
-        hope = (table.preference * table.probability_runs)[fits]
-        return fits[np.lexsort((table.fullest_memory_mib[fits], -hope))]
-
-    return order
-
-
-def _needing(at_most_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
-    """Orders configurations that need at most `at_most_mib` by throughput less its risk."""
-    import numpy as np
-
-    def rounded(values: np.ndarray) -> np.ndarray:
-        return np.array([float(f"{value:.{DIGITS}g}") for value in values.tolist()])
-
-    def order(table: "EstimateTable") -> np.ndarray:
-        need, fast = rounded(table.fullest_memory_mib), rounded(table.preference)
-        less = np.flatnonzero(np.isfinite(table.step_ms) & (need <= at_most_mib))
-        return less[np.lexsort((need[less], -fast[less]))]
-
-    return order
 
 
 def _mib(value: float) -> str:

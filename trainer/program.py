@@ -18,7 +18,7 @@ from ..models.layouts.dcp import dcp_tensors
 from ..models.layouts.find import find_weights
 from ..models.layouts.weights import Weights
 from ..results import Measurement, Status
-from ..results.trained import CHECKPOINTS, DATA, LOG, STOP
+from ..results.names import CHECKPOINTS, DATA, LOG, STOP
 from ..runners.host.client import COMMON_IMPORTS
 from ..runners.runner import Work
 from ..runners.trial.dry_run import join
@@ -27,12 +27,10 @@ from ..runners.trial.rank import RankContext
 from ..space import Config
 from ..training import Training
 from ..training.training_data import TrainingData
-from .checkpoint.folder import Checkpoint, CheckpointFolder
-from .checkpoint.saver import Saver, gathered, latest, patient_group
+from .checkpoint.saver import Checkpoint, CheckpointFolder, Saver, gathered, latest, patient_group
 from .checkpoint.state import State
 from .data import DataPlan, Samples, check_packing, training_data
-from .hyperparameters import Hyperparameters
-from .loop import Loop, LoopPlan, LoopResult
+from .loop import Hyperparameters, Loop, LoopPlan, LoopResult
 
 if TYPE_CHECKING:
     from ..runners.runner import CommonFields, TrialRequest, TrialTerms

@@ -1,23 +1,41 @@
-"""Ranks started by a launcher, such as torchrun, and the broadcast of rank 0's decisions.
+"""Ranks started by a launcher, such as torchrun: rank 0's decisions are sent to the others.
 
 Deciding may take dry runs on the devices of this host. Until rank 0 has decided, the other ranks wait at the
 launcher's store and do not touch the devices.
+
+`train_rank` runs a training in such ranks, as `redline train` does. A rank that runs out of memory leaves a note in the folder.
+The next start, such as by torchrun's `--max-restarts`, then takes a safer configuration.
 """
 
+import contextlib
+import json
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import RedlineError, RunnerError
+from ..base.device import usable_cores
+from ..base.errors import RedlineError, RunnerError, UsageError
+from ..base.reading import JsonLines
+from ..base.writing import write_atomic
+from ..results.names import LOG, OUT_OF_MEMORY, log_size
+from ..runners.trial import failure
+from ..runners.trial.memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
+from ..runners.trial.rank import RankContext
 from .checkpoint.saver import patient_group
+from .driver import Driver
+from .listener import TrainListener
+from .program import TrainRank
+from .request import TrainRequest
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Store
+
 
 PATIENCE = timedelta(days=7)
 """Limit on waiting for rank 0 to decide. A search may take long, and a launcher ends all ranks if one dies."""
@@ -182,3 +200,76 @@ def _device(here: RankPlace) -> "torch.device":
     index = current_index or here.local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def train_rank(request: TrainRequest, place: RankPlace, listener: TrainListener) -> bool:
+    """Runs the training on this rank. Returns True if it was ended before its last step.
+
+    Raises:
+        RedlineError: on every rank, if rank 0 refuses the request.
+        TrainingFailed: on rank 0, if the last step could not be saved.
+    """
+    import torch
+    import torch.distributed as dist
+
+    with contextlib.ExitStack() as stack:
+        driver: Driver | None = None
+
+        def decide() -> list[TrainRank]:
+            """Returns the work of all ranks; none if the training has reached its end before."""
+            nonlocal driver
+            driver = Driver(replace(request, devices=place.size), listener, stack, again=True)
+            if driver.reports_done():
+                return []
+            driver.prepare()
+            driver.listener.on_start(driver.training_start())
+            return [driver.program()]
+
+        if request.devices not in (None, place.size):
+            raise UsageError(
+                f"devices={request.devices} contradicts the launcher's number of ranks, {place.size}; leave --devices out"
+            )
+        work, joined = decide_once(place, decide)
+        if dist.is_initialized():
+            stack.callback(dist.destroy_process_group)
+        if not work:
+            return False
+        (program,) = work
+        meter: MemoryMeter = HostMemoryMeter()
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", place.size))
+        if joined.device.type == "cuda":
+            # torchrun sets OMP_NUM_THREADS=1, too few for the update of offloaded states.
+            torch.set_num_threads(max(1, usable_cores() // local_ranks))
+            stack.callback(torch.cuda.synchronize)
+            meter = CudaMemoryMeter([joined.device])
+        context = RankContext(
+            rank=place.rank,
+            local_rank=place.local_rank if joined.device.index is None else joined.device.index,
+            world_size=place.size,
+            device_type=joined.device.type,
+            init_method="env://",
+            memory_limit_mib=request.limit_mib,
+            memory=meter,
+            local_world_size=local_ranks,
+        )
+        if request.limit_mib is not None:
+            meter.limit(request.limit_mib)
+        if driver is not None:
+            reader = JsonLines(program.folder, LOG, log_size(program.folder))
+            program = replace(program, on_line=partial(_follow, reader, driver.listener))
+        try:
+            end = program(context)
+        except Exception as error:
+            if failure.is_oom(error):
+                note = {"rank": place.rank, "configuration": dict(program.config), "reason": failure.one_line(error)}
+                with contextlib.suppress(OSError):  # the original error is more important
+                    write_atomic(program.folder / OUT_OF_MEMORY, json.dumps(note).encode())
+            raise
+        if driver is not None:
+            driver.check_saved(end)
+        return end.stopped
+
+
+def _follow(reader: JsonLines, listener: TrainListener) -> None:
+    for line in reader.lines():
+        listener.on_line(line)

@@ -16,8 +16,7 @@ from ..tuner.budget import parse_memory
 from ..tuner.trackers import TRACKERS
 from .data import DataPlan
 from .data.order import BYTES
-from .hyperparameters import Hyperparameters
-from .loop import LoopPlan
+from .loop import Hyperparameters, LoopPlan
 
 
 def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "TrainRequest":
@@ -238,8 +237,9 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     return settings
 
 
-def taken_up(request: TrainRequest, request_document: Mapping[str, Any]) -> TrainRequest:
-    """Returns the request to continue a training. Fixed knobs are added to the previous ones, and replace their values.
+def taken_up(request: TrainRequest, request_document: Mapping[str, Any], step: int) -> tuple[TrainRequest, str | None]:
+    """Returns the request to continue a training at a step, and a note for the user. Fixed knobs are added to the previous ones,
+    and replace their values.
 
     Raises:
         UsageError: it contradicts the training's request; the message names the field.
@@ -255,7 +255,8 @@ def taken_up(request: TrainRequest, request_document: Mapping[str, Any]) -> Trai
     if previous.fix and "fix" in changes:
         changes["fix"] = {**previous.fix, **changes["fix"]}
     starts = {name: getattr(request, name) for name in OF_A_START if name != "source"}
-    return TrainRequest.again(request.source, request_document, **{**changes, **starts})
+    continued = TrainRequest.again(request.source, request_document, **{**changes, **starts})
+    return with_schedule(continued, previous, step)
 
 
 def with_schedule(request: TrainRequest, previous: TrainRequest, step: int) -> tuple[TrainRequest, str | None]:

@@ -5,18 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.device import Device, detect
+from ..base.device import Device
 from ..base.errors import NothingFound, StudyError, nearest
 from ..base.reading import path_of
-from ..estimator.measuring import hardware_of
 from ..models import Workload
 from ..models.resolve import workload as resolve_workload
 from ..results import View, summary
 from ..results.best import is_plan, load
 from ..results.names import holds_run, run_of
 from ..space import Config
-from .listener import TrainingStrategy, devices_text
-from .planning import adapted, plan, safer, with_samples_of
+from .listener import TrainingStrategy
+from .planning import adapted, with_samples_of
 from .request import TrainRequest
 
 
@@ -142,47 +141,3 @@ def winner(
 def without_batch(config: Config) -> Config:
     """Returns the configuration without the knobs that determine its samples per step."""
     return Config({name: value for name, value in config.items() if name not in ("micro_batch", "grad_accum")})
-
-
-def replanned(
-    request: TrainRequest, workload: Workload, devices: int, *, like: Config | None, step: int, device: Device
-) -> TrainingStrategy:
-    """Plans a configuration for devices without a known one.
-
-    Raises:
-        NothingFound: none fits on them.
-    """
-    planned = plan(
-        workload,
-        devices=devices,
-        memory_limit_mib=request.limit_mib,
-        like=like,
-        hardware=None if device == detect() else hardware_of(device),
-        fixed=request.fix or {},
-        seed=request.seed,
-    )
-    return TrainingStrategy(config=planned.config, devices=devices, why=planned.why, step=step)
-
-
-def after_oom(
-    request: TrainRequest, workload: Workload, ran: TrainingStrategy, failed: list[Config], step: int
-) -> TrainingStrategy:
-    """Returns the next safer configuration after an out-of-memory failure.
-
-    Raises:
-        NothingFound: there is none.
-    """
-    planned = safer(
-        workload,
-        ran.config,
-        devices=ran.devices,
-        memory_limit_mib=request.limit_mib,
-        failed=failed,
-        fixed=request.fix or {},
-    )
-    if planned is None:
-        raise NothingFound(
-            f"the training ran out of memory, and no configuration for {devices_text(ran.devices)} needs clearly less; "
-            "more devices, a smaller --global-batch or a shorter --seq-len would help"
-        )
-    return TrainingStrategy(config=planned.config, devices=ran.devices, why=planned.why, step=step)

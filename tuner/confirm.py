@@ -20,10 +20,9 @@ import numpy as np
 
 from ..base.option import option
 from ..results import Measurement, RunFolder, Status, Trial, summary
-from ..results.again import Z95
 from ..results.columns import speed
 from ..results.measurement import DEFAULT
-from ..results.summary import EQUAL
+from ..results.summary import EQUAL, Z95
 from .budget import Stopwatch
 from .listener import SearchListener
 

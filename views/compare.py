@@ -2,20 +2,37 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import UsageError
-from ..results import request, summary
-from ..results.again import Z95
+from ..results import listing, request, summary
 from ..results.columns import knob_text, number
-from ..results.measurement import Status, Trial
-from ..results.view import View
+from ..results.measurement import Trial
+from ..results.run import View
+from ..results.summary import Z95
 
 SIGNIFICANT = 0.05
 """Probability below which a difference counts as significant."""
 _NOTED = ("workload", "seq_len", "global_batch", "devices", "memory_limit_mib")
+
+
+_HEADINGS = {
+    "spread": ("95 % interval, +/- %", 3),
+    "gain": ("gain over the default", 4),
+    "gain_half_width": ("its 95 % interval, +/-", 3),
+    "step_ms": ("step ms", 5),
+    "peak_memory_mib": ("peak MiB", 5),
+    "memory_limit_mib": ("limit MiB", 5),
+    "tflops_per_device": ("TFLOPS per device", 4),
+    "mfu": ("MFU", 3),
+    "loss": ("loss", 6),
+    "number": ("winner is trial", 5),
+    "device_seconds": ("device seconds", 4),
+}
+"""Heading and significant digits of the numbers of a run that are shown otherwise than by their name, with five."""
+_OF_WINNER = ("step_ms", "peak_memory_mib", "memory_limit_mib", "tflops_per_device", "mfu", "loss", "devices")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,23 +42,16 @@ class ComparedRun:
     name: str
     """The folder of the run, as the user wrote it."""
     trials: tuple[Trial, ...]
-    document: Mapping[str, Any] | None
-    """The contents of run.yaml."""
+    document: Mapping[str, Any]
+    """The contents of run.yaml; empty if it is missing."""
+    best: Trial | None
+    """The winner."""
 
     @property
-    def best(self) -> Trial | None:
-        """The winner."""
-        return summary.best(self.trials)
-
-    @property
-    def throughput(self) -> float | None:
-        """Throughput of the winner, by which it is ranked."""
-        return self.best.throughput if self.best else None
-
-    @property
-    def error(self) -> float | None:
-        """Relative standard error of the winner's throughput; None without recorded spread."""
-        return relative_error(self.best) if self.best else None
+    def request(self) -> Mapping[str, Any]:
+        """The request in run.yaml."""
+        request: Mapping[str, Any] = self.document.get("asked", {})
+        return request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,24 +96,17 @@ class Comparison:
 
     def to_json(self) -> str:
         """Returns the comparison as JSON."""
-        return (
-            json.dumps(
-                {
-                    "runs": [side.name for side in self.sides],
-                    "knobs": {name: list(cells) for name, cells in self.knobs},
-                    "numbers": {name: list(numbers) for name, numbers in self.values.items()},
-                    "differences": [
-                        None
-                        if difference is None
-                        else {"ratio": difference.ratio, "p": difference.p, "words": difference.words}
-                        for difference in self.differences
-                    ],
-                    "notes": list(self.notes),
-                },
-                indent=2,
-            )
-            + "\n"
-        )
+        document = {
+            "runs": [side.name for side in self.sides],
+            "knobs": {name: list(cells) for name, cells in self.knobs},
+            "numbers": {name: list(numbers) for name, numbers in self.values.items()},
+            "differences": [
+                difference and {"ratio": difference.ratio, "p": difference.p, "words": difference.words}
+                for difference in self.differences
+            ],
+            "notes": list(self.notes),
+        }
+        return json.dumps(document, indent=2) + "\n"
 
 
 def compare(views: Sequence[View]) -> Comparison:
@@ -114,17 +117,19 @@ def compare(views: Sequence[View]) -> Comparison:
     """
     if len(views) < 2:
         raise UsageError(f"a comparison needs two runs or more, but got {len(views)}")
-    sides = tuple(
-        ComparedRun(name=str(view.path), trials=tuple(view.trials()), document=view.document) for view in views
-    )
+    sides = []
+    for view in views:
+        trials, document = tuple(view.trials()), view.document or {}
+        sides.append(ComparedRun(name=str(view.path), trials=trials, document=document, best=summary.best(trials)))
     _check_same_knobs(sides)
-    numbers, values = _numbers(sides)
+    by_run = [_numbers(side) for side in sides]
+    values = {name: tuple(numbers[name] for numbers in by_run) for name in by_run[0]}
     return Comparison(
-        sides=sides,
+        sides=tuple(sides),
         knobs=tuple(_knobs(sides)),
-        numbers=numbers,
+        numbers=tuple(_texts(sides, values)),
         values=values,
-        differences=tuple(_difference(sides[0], side) for side in sides[1:]),
+        differences=tuple(_difference(sides[0].best, side.best) for side in sides[1:]),
         notes=tuple(_notes(sides)),
     )
 
@@ -146,11 +151,11 @@ def probability(ratio: float, error: float, base_error: float) -> float:
     return math.erfc(abs(math.log(ratio)) / spread / math.sqrt(2))
 
 
-def _difference(base: ComparedRun, side: ComparedRun) -> Difference | None:
-    if not base.throughput or not side.throughput:
+def _difference(base: Trial | None, winner: Trial | None) -> Difference | None:
+    if base is None or winner is None or not base.throughput or not winner.throughput:
         return None
-    ratio = side.throughput / base.throughput
-    error, base_error = side.error, base.error
+    ratio = winner.throughput / base.throughput
+    error, base_error = relative_error(winner), relative_error(base)
     p = None if error is None or base_error is None or ratio <= 0 else probability(ratio, error, base_error)
     return Difference(ratio=ratio, p=p)
 
@@ -160,10 +165,8 @@ def _knob_sets(side: ComparedRun) -> set[str]:
 
     Without run.yaml they are those of its trials, where conditional knobs may be missing.
     """
-    space = ((side.document or {}).get("asked") or {}).get("space") or {}
-    declared = space.get("knobs") if isinstance(space, Mapping) else None
-    names = {knob["name"] for knob in declared or () if isinstance(knob, Mapping) and knob.get("name")}
-    return names | {name for trial in side.trials for name in trial.config}
+    declared = (side.request.get("space") or {}).get("knobs") or ()
+    return {knob["name"] for knob in declared if knob.get("name")} | set(listing.knob_names(side.trials))
 
 
 def _check_same_knobs(sides: Sequence[ComparedRun]) -> None:
@@ -196,85 +199,61 @@ def _knobs(sides: Sequence[ComparedRun]) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
-def _numbers(
-    sides: Sequence[ComparedRun],
-) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], dict[str, tuple[float | None, ...]]]:
-    """The numbers as texts by heading, without those that are 0 or unknown in every run, and as values by name."""
+def _numbers(side: ComparedRun) -> dict[str, float | None]:
+    """Returns the numbers of a run by name: those of a measurement have the names of trials.csv."""
+    best, gain = side.best, summary.gain(side.trials)
+    finished = [trial.measured for trial in side.trials if not trial.pending]
+    spent = [measured.seconds_total * (measured.devices or 1) for measured in finished if measured.seconds_total]
+    return {
+        "throughput": None if best is None else best.throughput,
+        "spread": None if best is None else best.measured.spread,
+        "gain": None if gain is None else gain.ratio,
+        "gain_half_width": None if gain is None else gain.half_width,
+        **{name: None if best is None else getattr(best.measured, name) for name in _OF_WINNER},
+        "number": None if best is None else best.number,
+        "trials": len(finished),
+        **{str(status): count for status, count in summary.counts(side.trials).items()},
+        "device_seconds": math.fsum(spent) if spent else None,
+    }
+
+
+def _texts(
+    sides: Sequence[ComparedRun], values: Mapping[str, tuple[float | None, ...]]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields headings and cells of the numbers that are neither 0 nor unknown in every run."""
     unit = next((side.best.measured.unit for side in sides if side.best), "")
-    texts: list[tuple[str, tuple[str, ...]]] = []
-    values: dict[str, tuple[float | None, ...]] = {}
-    precisions = {str(side.best.config.get("precision", "")) for side in sides if side.best}
-
-    def row(heading: str, name: str, value_of: Any, digits: int = 5, scale: int = 1) -> None:
-        numbers = values[name] = tuple(value_of(side) for side in sides)
+    precisions = ["" if side.best is None else str(side.best.config.get("precision", "")) for side in sides]
+    for name, numbers in values.items():
         if not any(numbers):
-            return
+            continue
+        heading, digits = _HEADINGS.get(name, (unit or name if name == "throughput" else name, 5))
+        scale = 100 if name == "spread" else 1
         cells = ["" if value is None else number(value * scale, digits) for value in numbers]
-        if name == "mfu" and len(precisions) > 1:
+        if name == "mfu" and len(set(precisions) - {""}) > 1:
             # Shares of the peaks of two formats are not comparable: that of the faster one may be smaller.
-            cells = [
-                f"{cell} of {side.best.config['precision']}" if cell and side.best else cell
-                for cell, side in zip(cells, sides)
-            ]
-        texts.append((heading, tuple(cells)))
-
-    def best(field: str) -> Any:
-        return lambda side: getattr(side.best.measurement, field) if side.best else None
-
-    def spent(side: ComparedRun) -> float | None:
-        seconds = [
-            trial.measured.seconds_total * (trial.measured.devices or 1)
-            for trial in side.trials
-            if not trial.pending and trial.measured.seconds_total is not None
-        ]
-        return math.fsum(seconds) if seconds else None
-
-    def gain(field: str) -> Any:
-        return lambda side: (side_gain := summary.gain(side.trials)) and getattr(side_gain, field)
-
-    row(unit or "throughput", "throughput", lambda side: side.throughput)
-    row("95 % interval, +/- %", "spread", lambda side: side.error and Z95 * side.error, 3, scale=100)
-    row("gain over the default", "gain", gain("ratio"), 4)
-    row("its 95 % interval, +/-", "gain_half_width", gain("half_width"), 3)
-    row("step ms", "step_ms", best("step_ms"))
-    row("peak MiB", "peak_memory_mib", best("peak_memory_mib"))
-    row("limit MiB", "memory_limit_mib", best("memory_limit_mib"))
-    row("TFLOPS per device", "tflops_per_device", best("tflops_per_device"), 4)
-    row("MFU", "mfu", best("mfu"), 3)
-    row("loss", "loss", best("loss"), 6)
-    row("devices", "devices", best("devices"))
-    row("winner is trial", "number", lambda side: side.best.number if side.best else None)
-    row("trials", "trials", lambda side: sum(not trial.pending for trial in side.trials))
-    for status in Status:
-        row(str(status), str(status), lambda side, status=status: summary.counts(side.trials)[status])
-    row("device seconds", "device_seconds", spent, 4)
-    return tuple(texts), values
+            cells = [f"{cell} of {precision}" if cell else cell for cell, precision in zip(cells, precisions)]
+        yield heading, tuple(cells)
 
 
 def _notes(sides: Sequence[ComparedRun]) -> list[str]:
-    notes = []
-    base_request = (sides[0].document or {}).get("asked", {})
-    for side in sides:
-        if side.best is None:
-            notes.append(f"{side.name}: {summary.why_nothing(side.trials)}")
+    base = sides[0]
+    notes = [f"{side.name}: {summary.why_nothing(side.trials)}" for side in sides if side.best is None]
     for side in sides[1:]:
-        side_request = (side.document or {}).get("asked", {})
-        if not side_request or not base_request:
-            notes.append(f"{side.name} or {sides[0].name} has no run.yaml: the requests are not compared")
+        if not side.request or not base.request:
+            notes.append(f"{side.name} or {base.name} has no run.yaml: the requests are not compared")
             continue
-        for key in _NOTED:
-            if key == "workload" and side_request.get("model") != base_request.get("model"):
-                notes.append(
-                    f"{side.name} trained {side_request.get('model')}, {sides[0].name} {base_request.get('model')}: the "
-                    "difference in speed is not due to the configuration alone"
-                )
-                continue
-            notes += [
-                f"{side.name} differs from {sides[0].name} in {difference}"
-                for difference in request.conflicts({key: base_request.get(key)}, {key: side_request.get(key)})
-            ]
-        versions = [(run.document or {}).get("environment", {}).get("versions", {}) for run in (sides[0], side)]
-        notes += [f"{side.name} differs from {sides[0].name} in {line}" for line in request.version_changes(*versions)]
+        noted: tuple[str, ...] = _NOTED
+        model, base_model = side.request.get("model"), base.request.get("model")
+        if model != base_model:
+            notes.append(
+                f"{side.name} trained {model}, {base.name} {base_model}: the difference in speed is not due to the "
+                "configuration alone"
+            )
+            noted = tuple(name for name in _NOTED if name != "workload")
+        requests = ({name: run.request.get(name) for name in noted} for run in (base, side))
+        versions = (run.document.get("environment", {}).get("versions", {}) for run in (base, side))
+        differences = [*request.conflicts(*requests), *request.version_changes(*versions)]
+        notes += [f"{side.name} differs from {base.name} in {difference}" for difference in differences]
     return notes
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..results import listing, summary
-from ..results.columns import cell, fold, knob_text, number, speed
+from ..results.columns import cell, fold, knob_text, number, speed, value
 from ..results.measurement import Status, Trial
 
 COLOURS = {
@@ -111,5 +111,5 @@ def _title(trial: Trial) -> str:
 
 
 def _short(trial: Trial, name: str) -> str:
-    plain_value = listing.value(trial, name)
+    plain_value = value(trial, name)
     return number(plain_value, 5) if isinstance(plain_value, float) else cell(plain_value, name)

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..results import best, listing, state, summary
-from ..results.columns import KNOB, fold, knob_text, number, speed
+from ..results import best, listing, summary
+from ..results.columns import KNOB, fold, knob_text, number, speed, value
 from ..results.measurement import Status, Trial
-from ..results.run import RunFolder
-from ..results.view import View
+from ..results.names import RUNNING, STOPPED, is_running, state_of
+from ..results.run import RunFolder, View
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +74,7 @@ def render(
     selection = selection or listing.Selection(top=top)
     picked, cut_off = listing.select(trials, selection)
     requested = listing.chosen_columns(trials, selection.columns)
-    for line in [*_head(run), *_outcome(trials, console.encoding)]:
+    for line in [*_head(run), *_outcome(trials)]:
         console.print(Text(fold(line)), soft_wrap=not console.is_terminal)
     if not picked:
         return
@@ -99,7 +99,7 @@ def _head(run: RunFolder | View) -> list[str]:
     document = run.document or {}
     request = document.get("asked", {})
     facts = [str(request[key]) for key in ("model",) if request.get(key)]
-    if facts and isinstance(workload := request.get("workload"), Mapping) and workload.get("class"):
+    if facts and (workload := request.get("workload")) and workload.get("class"):
         facts[0] += f" ({workload['class']})"
     facts += [
         f"{key} {request[key]}"
@@ -123,10 +123,10 @@ def _state(run: View) -> str | None:
     contents = best.read(run.path, [])
     finished = [trial for trial in run.trials() if not trial.pending]
     covers = best.confirmed(finished, contents) is not None
-    current = state.state_of(state.is_running(run.path), contents if covers else None)
-    if current == state.RUNNING:
+    current = state_of(is_running(run.path), contents if covers else None)
+    if current == RUNNING:
         return "running"
-    if current != state.STOPPED:
+    if current != STOPPED:
         return None
     again = (run.document or {}).get("asked", {}).get("request")
     return "stopped" + (f": `redline tune --out {shlex.quote(str(run.path))} --resume` continues it" if again else "")
@@ -134,12 +134,12 @@ def _state(run: View) -> str | None:
 
 def _machine(request: Mapping[str, Any]) -> str:
     devices = request.get("devices")
-    if not isinstance(devices, Mapping):
+    if devices is None:
         return "hardware that is not named"
     return f"{devices.get('used', '?')} x {devices.get('name', '?')}"
 
 
-def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
+def _outcome(trials: Sequence[Trial]) -> list[str]:
     by_status = [f"{count} {status}" for status, count in summary.counts(trials).items() if count]
     pending = sum(trial.pending for trial in trials)
     counts = f"{len(trials)} trials: {', '.join([*by_status, *([f'{pending} pending'] if pending else [])])}"
@@ -165,8 +165,7 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     lines.append("configuration: " + ", ".join(f"{name}={knob_text(winner, name)}" for name in winner.config))
     if winner.lossy:
         lines.append(f"{summary.exactness(trials)}: {_exact(summary.best_exact(trials), winner)}")
-    grown = listing.best_so_far_line(trials, encoding)
-    return [*lines, grown] if grown else lines
+    return lines
 
 
 def _exact(trial: Trial | None, winner: Trial) -> str:
@@ -190,7 +189,7 @@ def speed_of(trial: Trial) -> str:
 
 def _column(trials: Sequence[Trial], name: str) -> Column:
     """Returns a column that was requested by its name, with the values of trials.csv."""
-    numeric = all(isinstance(listing.value(trial, name), (int, float, type(None))) for trial in trials)
+    numeric = all(isinstance(value(trial, name), (int, float, type(None))) for trial in trials)
     side: Literal["left", "right"] = "right" if numeric else "left"
     return Column(name.removeprefix(KNOB), [listing.marked_text(trial, name) for trial in trials], side)
 

@@ -279,12 +279,10 @@ def resume(setting: Setting) -> Iterator[Row]:
     from dataclasses import replace
 
     from redline.models.layouts.dcp import dcp_tensors
-    from redline.trainer.checkpoint.folder import CheckpointFolder
-    from redline.trainer.checkpoint.saver import Saver, latest
+    from redline.trainer.checkpoint.saver import CheckpointFolder, Saver, latest
     from redline.trainer.checkpoint.state import State
     from redline.trainer.data import FromWorkload
-    from redline.trainer.hyperparameters import Hyperparameters
-    from redline.trainer.loop import Loop, LoopPlan
+    from redline.trainer.loop import Hyperparameters, Loop, LoopPlan
 
     if setting.cuda:  # otherwise attention's backward pass sums in any order
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -18,7 +18,7 @@ from ...estimator.fullest import fullest_rank
 from ...estimator.links import Wire
 from ...models import Workload
 from ...results import Measurement, RankReport, Status
-from ...results.again import Z95
+from ...results.summary import Z95
 from ...space import Config
 from ...training.world import World
 from ..dispatch import DryRuns

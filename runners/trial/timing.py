@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base.gpus import GpuGauge
-from ...results.again import median_rank
+from ...results.summary import median_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

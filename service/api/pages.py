@@ -10,8 +10,7 @@ from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 
-from ...views.dashboard.app import asset_file as of_dashboard, make_app as make_dashboard
-from ...views.dashboard.guard import HEADERS, with_headers
+from ...views.dashboard.serve import HEADERS, asset_file as of_dashboard, make_app as make_dashboard, with_headers
 from ...views.report.page import asset, bundle
 from ..runs import SearchLibrary
 from .access import SESSION_S, body_of, check_origin, cookie_name, credentials_of, user_of

@@ -114,8 +114,5 @@ def write_run(folder, count, seed=0, trials=None):
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     made = trials if trials is not None else [trial(number, rng) for number in range(count)]
-    table = Table(folder / "trials.csv", KNOBS)
-    for each in made:
-        table.put(each)
-    table.write()
+    Table(folder / "trials.csv", KNOBS).write(made)
     return made

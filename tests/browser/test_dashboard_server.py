@@ -12,8 +12,8 @@ from redline.base.errors import NotFound
 from redline.cli import main
 from redline.results import Status
 from redline.views.dashboard import Library
-from redline.views.dashboard.guard import COOKIE, HEADERS
 from redline.views.dashboard.library import find_folders
+from redline.views.dashboard.serve import COOKIE, HEADERS
 
 
 def get(address, target, method="GET", **headers):
@@ -89,20 +89,18 @@ def test_a_deleted_run_leaves_the_list_with_a_message(tmp_path, disk, monkeypatc
 # -- live --------------------------------------------------------------------------------------------------------
 
 
-def test_only_new_and_changed_rows_travel_and_add_up_to_the_table(tmp_path, disk):
+def test_a_page_is_sent_again_only_if_its_run_has_changed(tmp_path, disk):
     trials = disk.write_run(tmp_path / "x", 30)
     library = Library(tmp_path)
     first = library.changes("x")
-    assert not first["added"] and first["rows"]["trial"] == list(range(30))
+    assert first["document"]["rows"]["trial"] == list(range(30))
     assert library.changes("x", first["version"]) is None
     more = disk.write_run(tmp_path / "x", 33, seed=0)
     second = library.changes("x", first["version"])
     assert more[:30] == trials
-    assert second["added"] and second["rows"]["trial"] == [30, 31, 32]
+    assert second["document"]["rows"]["trial"] == list(range(33))
     assert second["document"]["headline"]["trials"] == 33
-    # A client with an older version gets all later changes; one of another process gets everything.
-    assert library.changes("x", first["version"])["rows"]["trial"] == [30, 31, 32]
-    assert Library(tmp_path).changes("x", second["version"])["added"] is False
+    assert Library(tmp_path).changes("x", second["version"]) is not None, "a version of another process"
 
 
 def test_unchanged_runs_are_not_read_again(tmp_path, disk, monkeypatch):
@@ -114,20 +112,6 @@ def test_unchanged_runs_are_not_read_again(tmp_path, disk, monkeypatch):
     assert [library.changes(run, version) for run, version in held.items()] == [None] * 12
 
 
-def test_a_row_that_changed_travels_and_a_table_that_was_replaced_is_sent_whole(tmp_path, disk):
-    trials = disk.write_run(tmp_path / "x", 10)
-    library = Library(tmp_path)
-    version = library.changes("x")["version"]
-    rng = disk.random.Random(5)
-    changed = [*trials[:4], disk.trial(4, rng, Status.CRASH), *trials[5:]]
-    disk.write_run(tmp_path / "x", 0, trials=changed)
-    news = library.changes("x", version)
-    assert news["added"] and news["rows"]["trial"] == [4]
-    assert news["rows"]["status"] == ["crash"]
-    disk.write_run(tmp_path / "x", 0, trials=trials[:3])
-    assert library.changes("x", news["version"])["added"] is False
-
-
 @pytest.mark.parametrize("keep", [0.3, 0.6, 0.97])
 def test_a_table_that_is_being_written_is_shown_by_its_whole_rows(tmp_path, disk, keep):
     disk.write_run(tmp_path / "x", 40)
@@ -137,8 +121,8 @@ def test_a_table_that_is_being_written_is_shown_by_its_whole_rows(tmp_path, disk
     cut = data.rindex(b"\n", 0, int(len(data) * keep)) + 20
     path.write_bytes(data[:cut])
     changes = Library(tmp_path).changes("x")
-    count = len(changes["rows"]["trial"])
-    assert changes["rows"]["trial"] == list(range(count))
+    count = len(changes["document"]["rows"]["trial"])
+    assert changes["document"]["rows"]["trial"] == list(range(count))
     assert count == data[:cut].count(b"\n") - 1
 
 
@@ -148,7 +132,7 @@ def test_an_invalid_table_is_an_empty_run_with_a_reason(tmp_path, disk, data):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "trials.csv").write_bytes(data)
     library = Library(tmp_path)
-    assert library.changes("bad")["rows"]["trial"] == []
+    assert library.changes("bad")["document"]["rows"]["trial"] == []
     assert library.changes("bad")["document"]["problems"]
     assert {line["run"]: line["problems"] > 0 for line in library.lines()} == {"good": False, "bad": True}
 
@@ -184,7 +168,7 @@ def test_list_run_table_log_and_exports_are_served(served):
     listed = ask(address, "/api/runs")
     assert [line["run"] for line in listed["runs"]] == ["a"]
     run = ask(address, "/api/run?run=a")
-    assert len(run["rows"]["trial"]) == 40
+    assert len(run["document"]["rows"]["trial"]) == 40
     assert ask(address, f"/api/run?{query(run='a', have=run['version'])}") is None
     status, headers, body = get(address, "/table?run=a")
     assert (status, body) == (200, (root / "a" / "trials.csv").read_bytes())

@@ -5,7 +5,7 @@ import re
 from importlib.resources import files
 
 import pytest
-from redline.views.dashboard.app import PAGES, asset_file
+from redline.views.dashboard.serve import PAGES, asset_file
 from redline.views.report import write_report
 from redline.views.report.page import DRAWING, SCRIPTS, asset
 

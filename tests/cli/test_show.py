@@ -25,7 +25,6 @@ def test_show_prints_the_run(capsys, folder):
     code, out, _ = run(capsys, "show", folder)
     assert code == 0
     assert "best: trial 2, 150 tokens/s; the default configuration (trial 0): 100 tokens/s; gain 1.50x" in out
-    assert "best so far: ▁▁█  100 to 150" in out
 
 
 def test_show_as_data_is_data_alone(capsys, folder):

@@ -40,7 +40,7 @@ def peak():
 run, whole = Path(sys.argv[1]), Path(sys.argv[2])
 ways = {
     "view": lambda path: View(path),
-    "source": lambda path: RunFiles.read(path, lenient=True),
+    "source": lambda path: RunFiles.read(path),
     "compare": lambda path: compare([View(whole), View(path)]),
     "dashboard": lambda path: Library(path.parent).lines(),
 }

@@ -114,8 +114,8 @@ def test_every_return_value_is_an_outcome_that_can_be_read_again(tmp_path, isola
         ({"throughput": True}, "throughput must be a number, but got true|True"),
         ({"devices": 1.5}, "devices must be a whole number"),
         ({"reason": None}, "reason must be a text"),
-        ({"probe": {"loss": 1}}, "probe must be a redline.results.probe.Probe"),
-        ({"ranks": [1]}, "ranks must be a tuple of RankReport"),
+        ({"probe": {"loss": 1}}, "probe has no quiet, roundoff, loss_roundoff"),
+        ({"ranks": [1]}, "ranks must be a mapping, but got 1"),
     ],
 )
 def test_a_measurement_is_checked_when_it_is_made(fields, message):

@@ -10,7 +10,7 @@ from redline.cli.progress import LineListener, TerminalListener, trial_line
 from redline.results import Measurement, Status, Trial, listing, read_table
 from redline.results.columns import header, line, row
 from redline.results.table import parse
-from redline.views.dashboard.guard import Guard
+from redline.views.dashboard.serve import Guard
 
 WILD = "\x1b]0;owned\x07\x1b[2J\x9b31m\x00\r\nnext"
 FORMULAS = ["=1+1", "+1+cmd", "-2+3", "@SUM(A1)", "\t=1", "'=1", "''-x", "'", "=", "-"]

@@ -7,8 +7,8 @@ import optuna
 import pytest
 from redline.base.errors import StudyError
 from redline.results import Ledger, Measurement, RankReport, Status
-from redline.results.again import measured_again
 from redline.results.probe import Computed, Probe
+from redline.results.summary import measured_again
 
 ALL = Measurement(
     status=Status.OK,

@@ -11,7 +11,7 @@ from redline.frameworks import export_targets, render
 from redline.results import View, listing, summary
 from redline.views.compare import compare
 from redline.views.notebook import html
-from redline.views.report.document import document
+from redline.views.report.page import document
 from redline.views.report.run_files import RunFiles
 from redline.views.show import render as show
 from rich.console import Console

@@ -2,7 +2,7 @@
 
 import pytest
 from redline.results import Measurement, Status, Trial, summary
-from redline.results.again import judged
+from redline.results.summary import judged
 
 
 def trial(number, throughput=None, status=None, **more):

@@ -30,10 +30,7 @@ def trial(number=0, config=None, measurement=None, **more):
 
 
 def write(path, knobs, *each):
-    table = Table(path, knobs)
-    for one in each:
-        table.put(one)
-    table.write()
+    Table(path, knobs).write(each)
     return path
 
 
@@ -227,39 +224,6 @@ def test_a_frame_of_trials_is_what_reading_their_table_gives(tmp_path):
         trial(0, config, Measurement(status=Status.OK, throughput=1.5), sampler="default"),
         trial(1, dict(given_trials[1].config), given_trials[1].measurement),
     ]
-
-
-def test_a_long_table_grows_by_its_last_row_and_is_whole_at_every_moment(tmp_path, monkeypatch):
-    monkeypatch.setattr("redline.results.table.REWRITTEN", 1)
-    path = tmp_path / "trials.csv"
-    table, whole = Table(path, ["x"]), Table(tmp_path / "whole.csv", ["x"])
-    appended = 0
-
-    def both(number, throughput):
-        measured = Measurement(status=Status.OK, throughput=throughput)
-        for each in (table, whole):
-            each.put(Trial(number=number, config={"x": number}, measurement=measured))
-            monkeypatch.setattr("redline.results.table.REWRITTEN", 1 if each is table else 1 << 40)
-            each.write()
-        assert path.read_bytes() == (tmp_path / "whole.csv").read_bytes()
-
-    for trial in range(4):
-        before = path.stat().st_ino if trial else None
-        both(trial, 1.0)
-        appended += path.stat().st_ino == before
-    assert appended == 3
-    both(1, 2.0)  # a row in the middle: replaced
-    both(6, 1.0)
-    both(5, 1.0)  # a row before another
-    path.write_bytes(path.read_bytes() + b"somebody else's\n")
-    both(7, 1.0)
-    (tmp_path / "elsewhere").write_bytes(path.read_bytes())
-    path.unlink()
-    path.symlink_to(tmp_path / "elsewhere")
-    both(8, 1.0)
-    assert not path.is_symlink() and b"8," not in (tmp_path / "elsewhere").read_bytes()
-    path.unlink()
-    both(9, 1.0)
 
 
 def test_the_documentation_lists_every_column():

@@ -189,8 +189,8 @@ def test_damaged_files_of_a_search_are_an_error_of_the_server(service, submitter
     (folder / "run.yaml").write_text("study: [")
     for path in ("best", "export/accelerate"):
         detail = error(submitter.get(f"/v1/searches/{search}/{path}"), 500, "unreadable")
-        assert "is not valid YAML" in detail["message"] and detail["message"] in caplog.text
-    with service.rl() as client, pytest.raises(ServiceError, match="is not valid YAML") as caught:
+        assert "is damaged" in detail["message"] and detail["message"] in caplog.text
+    with service.rl() as client, pytest.raises(ServiceError, match="is damaged") as caught:
         client.search(search).summary()
     assert type(caught.value) is ServiceError
     (folder / "trials.csv").unlink()

@@ -15,7 +15,7 @@ from redline.results.probe import Computed, Probe
 from redline.views.compare import compare
 from redline.views.dashboard.library import Library
 from redline.views.report import RunFiles, document, page
-from redline.views.report.document import exports
+from redline.views.report.page import exports
 from redline.views.show import render as show
 from rich.console import Console
 

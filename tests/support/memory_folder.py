@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from redline.results import Trial
-from redline.results.again import judged
+from redline.results.summary import judged
 
 
 class MemoryFolder:

@@ -97,12 +97,10 @@ def part(
     import torch
     import torch.distributed as dist
     from redline.models.layouts.dcp import dcp_tensors
-    from redline.trainer.checkpoint.folder import CheckpointFolder
-    from redline.trainer.checkpoint.saver import latest
+    from redline.trainer.checkpoint.saver import CheckpointFolder, latest
     from redline.trainer.checkpoint.state import State
     from redline.trainer.data import FromWorkload
-    from redline.trainer.hyperparameters import Hyperparameters
-    from redline.trainer.loop import Loop, LoopPlan
+    from redline.trainer.loop import Hyperparameters, Loop, LoopPlan
     from redline.training.training import Training
 
     hyper = Hyperparameters(steps=BEFORE + AFTER, lr=1e-3, warmup=2)
@@ -142,8 +140,7 @@ def part(
 
 def _saver(path: Path, rank: int, group: "torch.distributed.ProcessGroup | None") -> Any:
     import torch.distributed as dist
-    from redline.trainer.checkpoint.folder import CheckpointFolder
-    from redline.trainer.checkpoint.saver import Saver
+    from redline.trainer.checkpoint.saver import CheckpointFolder, Saver
 
     folder = CheckpointFolder(path)
     if rank == 0:
@@ -157,7 +154,7 @@ def unequal(one: Path, other: Path) -> list[str]:
     """Returns the names of the tensors that differ in the latest checkpoints of two folders."""
     import torch
     from redline.models.layouts.dcp import dcp_tensors
-    from redline.trainer.checkpoint.folder import CheckpointFolder
+    from redline.trainer.checkpoint.saver import CheckpointFolder
 
     here, there = (dcp_tensors(CheckpointFolder(each).all()[0].path) for each in (one, other))
     missing = sorted(here.keys() ^ there.keys())

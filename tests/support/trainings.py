@@ -6,12 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from redline.models.layouts.dcp import dcp_tensors
-from redline.trainer.checkpoint.folder import CheckpointFolder
-from redline.trainer.checkpoint.saver import Saver, latest
+from redline.trainer.checkpoint.saver import CheckpointFolder, Saver, latest
 from redline.trainer.checkpoint.state import State
 from redline.trainer.data import FromWorkload
-from redline.trainer.hyperparameters import Hyperparameters
-from redline.trainer.loop import Loop, LoopPlan
+from redline.trainer.loop import Hyperparameters, Loop, LoopPlan
 from redline.training import Training
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from redline.models.layouts.dcp import dcp_tensors
-from redline.trainer.checkpoint.folder import CheckpointFolder
+from redline.trainer.checkpoint.saver import CheckpointFolder
 from safetensors.torch import load_file
 from texts import TOPICS
 from train_commands import ended, settings, trained, words

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from redline.trainer.hyperparameters import Hyperparameters
+from redline.trainer.loop import Hyperparameters
 from redline.trainer.request import TrainRequest, with_schedule
 from train_commands import ended, lines_of, settings, trained
 

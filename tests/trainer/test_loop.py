@@ -11,9 +11,9 @@ import pytest
 import torch
 from redline.base.errors import Diverged, UsageError
 from redline.models.layouts.dcp import dcp_tensors
-from redline.trainer.checkpoint.folder import CheckpointFolder
+from redline.trainer.checkpoint.saver import CheckpointFolder
 from redline.trainer.data import DataPlan, prepare
-from redline.trainer.hyperparameters import Hyperparameters
+from redline.trainer.loop import Hyperparameters
 from redline.trainer.program import _stop_requested
 from texts import TOPICS
 from tiers import tiered

@@ -7,8 +7,8 @@ import pytest
 import redline
 import torch
 from redline.base.errors import UsageError
-from redline.trainer.accelerate import decision
-from redline.trainer.accelerate.decision import StrategyRequest, decide
+from redline.trainer.accelerate import api
+from redline.trainer.accelerate.api import StrategyRequest, decide
 from redline.trainer.accelerate.optimisations import NEUTRAL, follow, read_list
 from redline.trainer.ranks import RankPlace
 
@@ -140,7 +140,7 @@ def test_unsupported_number_formats_are_refused_with_the_supported_ones(monkeypa
     from redline.base.device import Device
 
     plain = Device(type="cpu", name="a CPU without bfloat16", count=1, memory_mib=8000)
-    monkeypatch.setattr(decision, "detect", lambda: plain)
+    monkeypatch.setattr(api, "detect", lambda: plain)
     for entry, value in (("amp_native", "fp16"), ("half", "fp16"), ("fp8", "fp8")):
         with pytest.raises(UsageError) as refused:
             redline.accelerate("llama-tiny", strategy=[entry], seq_len=32)

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import redline as rl
 import torch
-import yaml
 from redline.base.device import detect
 from redline.base.errors import NothingFound, SpaceError
-from redline.estimator import Estimator, TrainingSetup
+from redline.estimator import Estimator, TrainingSetup, find_hardware
+from redline.estimator.survey import device_of
 from redline.space import Config
-from redline.trainer import planning
 from redline.trainer.planning import CLEARLY_LESS, adapted, beginning_with, plan, safer, training_space, with_samples_of
 from redline.trainer.request import TrainRequest
 from redline.trainer.strategy import TrainingSource, winner
@@ -122,19 +121,13 @@ def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(tiny):
     limit_mib = plan(tiny, **asked).estimate.peak_memory_mib / 0.97
     measure = estimator(workload, 2, limit_mib)
     found = plan(tiny, **asked, memory_limit_mib=limit_mib)
-    space, _ = training_space(workload, planning._device(_hardware()), 2, LIKE)
+    space, _ = training_space(workload, device_of(find_hardware(H100)), 2, LIKE)
     table = measure.table(list(space))
     room = table.fullest_memory_mib <= (1 - HEADROOM) * measure.memory_limit_mib
     assert 0 < room.sum() < len(table)
     hope = table.throughput * table.probability_runs
     assert found.estimate.throughput * found.estimate.probability_runs == pytest.approx(hope[room].max())
     assert found.estimate.peak_memory_mib <= (1 - HEADROOM) * measure.memory_limit_mib
-
-
-def _hardware():
-    from redline.estimator import find_hardware
-
-    return find_hardware(H100)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_least_that_it_needs(large):
@@ -175,7 +168,7 @@ def test_untraceable_models_train_in_the_default_configuration():
 
 
 def test_a_search_begins_with_what_would_be_taken_without_it(tiny):
-    space, _ = training_space(tiny, planning._device(_hardware()), 2, LIKE)
+    space, _ = training_space(tiny, device_of(find_hardware(H100)), 2, LIKE)
     config = space.sample(1, seed=5)[0]
     assert space.default() != config
     assert beginning_with(space, config).default() == config
@@ -196,15 +189,15 @@ def test_own_knobs_of_the_model_stay_when_a_training_is_planned_again():
         loss=lambda output, batch: (output - batch[1]).square().mean(),
     )  # fmt: skip
     like = Config(micro_batch=64, width=1024, grad_accum=1)
-    free, _ = training_space(workload, planning._device(_hardware()), 1)
-    kept, _ = training_space(workload, planning._device(_hardware()), 1, like)
+    free, _ = training_space(workload, device_of(find_hardware(H100)), 1)
+    kept, _ = training_space(workload, device_of(find_hardware(H100)), 1, like)
     assert {config["width"] for config in free} == {512, 1024} and {config["width"] for config in kept} == {1024}
-    fixed, _ = training_space(workload, planning._device(_hardware()), 1, like, {"width": 512})
+    fixed, _ = training_space(workload, device_of(find_hardware(H100)), 1, like, {"width": 512})
     assert {config["width"] for config in fixed} == {512}
 
 
 @pytest.mark.slow
-def test_dry_runs_decide_where_they_are_asked_for(tiny, tmp_path):
+def test_dry_runs_decide_where_they_are_asked_for(tiny):
     asked = {
         "devices": 1,
         "memory_limit_mib": 1500.0,
@@ -212,14 +205,12 @@ def test_dry_runs_decide_where_they_are_asked_for(tiny, tmp_path):
     }
     fixed = {"fusion": False, "kernels": False, "checkpoint_ratio": 0.0}
     predicted = plan(tiny, **asked, fixed=fixed)
-    found = plan(tiny, **asked, fixed=fixed, trials=3, out=tmp_path / "plan")
+    found = plan(tiny, **asked, fixed=fixed, trials=3)
     assert len(found.trials) == 3
     assert found.trials[0].config == predicted.config
     assert found.config["precision"] == "fp32" and samples(found.config) == 32
     assert found.why.startswith("the fastest of 3 dry runs on 1 rank on ")
-    confirmed = yaml.safe_load((tmp_path / "plan" / "best.yaml").read_text())["best"]
-    assert found.config == Config(confirmed["configuration"]) and found.trials[confirmed["trial"]].ok
-    assert found.estimate is not None
+    assert next(trial for trial in found.trials if trial.config == found.config).ok
 
 
 def chain(workload, config, devices, **more):
@@ -251,7 +242,7 @@ def test_a_fallback_is_the_fastest_of_what_needs_clearly_less(tiny):
     begin = plan(tiny, devices=2, like=LIKE, hardware=H100)
     taken = safer(tiny, begin.config, devices=2, hardware=H100)
     workload = with_samples_of(tiny, LIKE)
-    space, _ = training_space(workload, planning._device(_hardware()), 2, LIKE)
+    space, _ = training_space(workload, device_of(find_hardware(H100)), 2, LIKE)
     configs = list(space)
     table = estimator(workload, 2).table(configs)
     less = table.fullest_memory_mib <= CLEARLY_LESS * begin.estimate.peak_memory_mib
@@ -279,7 +270,7 @@ print(dict(taken.config), taken.why)
 
 
 @pytest.mark.slow
-def test_every_rank_plans_the_same_fallback_without_measuring(capsys, monkeypatch):
+def test_every_process_plans_the_same_fallback_without_measuring(capsys, monkeypatch):
     """A separate process, whose sets have another order, returns this process's fallbacks."""
     other = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=Path.home(), timeout=300

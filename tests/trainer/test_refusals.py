@@ -127,6 +127,8 @@ def test_runs_without_a_winner_are_refused(run, here, tmp_path):
     )
     refused(run, ["is of a command; redline trains models"], "train", tmp_path / "best.yaml")
     (tmp_path / "best.yaml").write_text("- 1\n")
+    refused(run, ["best.yaml' is damaged: it must be a mapping"], "train", tmp_path / "best.yaml")
+    (tmp_path / "best.yaml").write_text("tp: 1\n")
     refused(run, ["is neither a best.yaml of redline nor a plan of"], "train", tmp_path / "best.yaml")
 
 
@@ -170,7 +172,7 @@ def test_impossible_conversions_are_refused(run, here, finished, more, message):
 @pytest.mark.parametrize("more", [(), ("--dtype", "bfloat16")], ids=str)
 def test_a_checkpoint_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, finished, tmp_path, more):
     from redline.models.layouts.dcp import dcp_tensors
-    from redline.trainer.checkpoint.folder import CheckpointFolder
+    from redline.trainer.checkpoint.saver import CheckpointFolder
     from transformers import AutoModelForCausalLM
 
     code, out, err = run("convert", finished, tmp_path / "hf", *more)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from redline.base.errors import NothingFound
 from redline.cli import main
-from redline.results.trained import OUT_OF_MEMORY
+from redline.results.names import OUT_OF_MEMORY
 from redline.trainer.driver import Driver
 from redline.trainer.listener import TrainListener
 from redline.trainer.request import TrainRequest

@@ -3,12 +3,16 @@
 import pytest
 from redline.base.errors import UsageError
 from redline.models.layouts.dcp import dcp_tensors
-from redline.trainer.checkpoint.folder import CheckpointFolder
+from redline.trainer.checkpoint.saver import CheckpointFolder
 from redline.trainer.request import TrainRequest, taken_up
 from train_commands import SIZES, curve, settings, trained
 from trainings import unequal
 
 pytestmark = pytest.mark.timeout(900)
+
+
+def _taken_up(request, was):
+    return taken_up(request, was, step=0)[0]
 
 
 def kept(folder):
@@ -64,25 +68,25 @@ def test_the_same_data_by_another_path_is_the_same(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     again = TrainRequest(source="here", resume=True, paths=(f"{tmp_path}/a.txt",))
-    assert taken_up(again, was).paths == (f"{tmp_path}/a.txt",)
+    assert _taken_up(again, was).paths == (f"{tmp_path}/a.txt",)
     with pytest.raises(
         UsageError, match=r"has paths=\['.*/a\.txt'\], and cannot continue with \['.*/elsewhere/a\.txt'\]"
     ):
-        taken_up(TrainRequest(source="here", resume=True, paths=("a.txt",)), was)
+        _taken_up(TrainRequest(source="here", resume=True, paths=("a.txt",)), was)
 
 
 def test_an_explicit_default_counts_as_given():
     was = TrainRequest(source="gpt2-tiny", steps=500, keep=2, lr_schedule="linear", seed=3).given()
-    silent = taken_up(TrainRequest(source="here", resume=True), was)
+    silent = _taken_up(TrainRequest(source="here", resume=True), was)
     assert (silent.steps, silent.keep, silent.lr_schedule, silent.seed) == (500, 2, "linear", 3)
-    assert taken_up(TrainRequest(source="here", resume=True, keep=4), was).keep == 4
-    assert taken_up(TrainRequest(source="here", resume=True, steps=1000, stated=("steps",)), was).steps == 1000
+    assert _taken_up(TrainRequest(source="here", resume=True, keep=4), was).keep == 4
+    assert _taken_up(TrainRequest(source="here", resume=True, steps=1000, stated=("steps",)), was).steps == 1000
     message = "has lr_schedule=linear, and cannot continue with 'cosine'"
     with pytest.raises(UsageError, match=message):
-        taken_up(TrainRequest(source="here", resume=True, lr_schedule="cosine", stated=("lr_schedule",)), was)
+        _taken_up(TrainRequest(source="here", resume=True, lr_schedule="cosine", stated=("lr_schedule",)), was)
     # Repeats the command, as a launcher does.
     plain = TrainRequest(source="gpt2-tiny", seed=0, stated=("seed",))
-    assert taken_up(plain, TrainRequest(source="gpt2-tiny").given()).seed == 0
+    assert _taken_up(plain, TrainRequest(source="gpt2-tiny").given()).seed == 0
 
 
 def test_relative_paths_of_an_older_training_resolve_in_its_start_folder(here, monkeypatch):
@@ -98,9 +102,9 @@ def test_data_of_an_empty_name_is_refused(run):
 
 def test_fixed_knobs_are_added_to_those_of_before():
     was = TrainRequest(source="llama-tiny", fix={"micro_batch": 4, "fusion": False}).given()
-    again = taken_up(TrainRequest(source="here", resume=True, fix={"precision": "bf16", "fusion": True}), was)
+    again = _taken_up(TrainRequest(source="here", resume=True, fix={"precision": "bf16", "fusion": True}), was)
     assert again.fix == {"micro_batch": 4, "precision": "bf16", "fusion": True}
-    assert taken_up(TrainRequest(source="here", resume=True), was).fix == {"micro_batch": 4, "fusion": False}
+    assert _taken_up(TrainRequest(source="here", resume=True), was).fix == {"micro_batch": 4, "fusion": False}
 
 
 def test_a_request_of_another_version_is_refused_by_its_fields():

@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from redline.results.trained import LOG
+from redline.results.names import LOG
 from redline.space import Config
-from redline.trainer.listener import TrainingStart, TrainingStrategy, TrainListener
-from redline.trainer.tracking import RUNS, TrainTracking
+from redline.trainer.listener import RUNS, TrainingStart, TrainingStrategy, TrainListener, TrainTracking
 from redline.tuner.trackers import logging_to
 from redline.tuner.trackers.listeners import Tracker
 from tiers import tiered

@@ -9,7 +9,7 @@ import pytest
 from listeners import RecordingListener
 from memory_folder import MemoryFolder
 from redline.results import Measurement, Status, Trial, best, summary
-from redline.results.again import judged, measured_again
+from redline.results.summary import judged, measured_again
 from redline.runners import Runner
 from redline.space import Config
 from redline.tuner.budget import Budget

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from probes import BF16, FP32, probe
 from redline.results import Measurement, RunFolder, Status, Trial
-from redline.results.again import judged
 from redline.results.measurement import REFINEMENT
+from redline.results.summary import judged
 from redline.runners import Runner
 from redline.space import Config, Space
 from redline.tuner.budget import Budget

@@ -8,7 +8,7 @@ import statistics
 import pytest
 from redline.base.errors import UsageError
 from redline.results import Measurement, Status, Trial, View
-from redline.results.again import judged
+from redline.results.summary import judged
 from redline.views.compare import compare, probability, relative_error
 
 

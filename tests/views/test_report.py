@@ -12,8 +12,7 @@ from redline.base.errors import StudyError
 from redline.base.reading import Outside, open_inside, read_inside, tail_inside
 from redline.results import Measurement, Status, Trial
 from redline.views.report import RunFiles, document, page, write_report
-from redline.views.report.analysis import failures, frontier, predictions
-from redline.views.report.effects import effects
+from redline.views.report.analysis import effects, failures, frontier, predictions
 
 
 def trial(number, status=Status.OK, throughput=None, config=None, sampler="gp", predicted=(None, None), **more):

@@ -40,12 +40,11 @@ def test_plain_output_names_the_winner_and_sorts_by_throughput(run):
     assert lines[1] == "4 trials: 2 ok, 1 oom, 1 pending"
     assert lines[2] == "best: trial 1, 300 tokens/s; the default configuration (trial 0): 100 tokens/s; gain 3.00x"
     assert lines[3].startswith("configuration: micro_batch=2, checkpoint_ratio=0, attention=sdpa, fusion=false")
-    assert lines[4] == "best so far: ▁██  100 to 300"
-    table = [line.split() for line in lines[6:11]]
+    table = [line.split() for line in lines[5:10]]
     assert " ".join(table[0]) == "trial status tokens/s step ms peak MiB sampler micro_batch reason"
     assert [row[:2] for row in table[1:]] == [["1", "ok"], ["0", "ok"], ["2", "oom"], ["3", "pending"]]
     assert table[1] == ["1", "ok", "300", "3.5", "700", "tpe", "2"]
-    assert lines[11] == "the same in all: checkpoint_ratio=0, attention=sdpa, fusion=false, grad_accum=8"
+    assert lines[10] == "the same in all: checkpoint_ratio=0, attention=sdpa, fusion=false, grad_accum=8"
 
 
 def test_top_limits_the_rows_and_says_so(run):
@@ -136,7 +135,7 @@ def test_hostile_cells_stay_cells(run):
 
 def test_asked_columns_are_the_table(run):
     text = shown(run, selection=listing.Selection(columns=("trial", "loss", "micro_batch"), statuses=("ok",)))
-    lines = [line.split() for line in text.splitlines()[6:]]
+    lines = [line.split() for line in text.splitlines()[5:]]
     assert lines == [["trial", "loss", "micro_batch"], ["1", "2"], ["0", "1"]]
 
 
@@ -153,11 +152,3 @@ def test_asked_columns_are_the_table(run):
 def test_missing_trials_are_named(run, selection, message):
     with pytest.raises(UsageError, match=message):
         shown(run, selection=listing.Selection(**selection))
-
-
-def test_a_sparkline_keeps_its_ends_at_any_width():
-    assert listing.sparkline([None, 1, 1, 2, 3]) == " ▁▁▅█"
-    assert listing.sparkline([5, 5]) == "▁▁"
-    assert listing.sparkline([None, None]) == ""
-    long = listing.sparkline(list(range(1000)), width=40)
-    assert len(long) == 40 and long[0] == "▁" and long[-1] == "█"

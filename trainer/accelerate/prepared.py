@@ -19,8 +19,7 @@ from ...training.gradients import factors
 from ...training.training import Training
 from ...training.training_data import TrainingData
 from ...training.world import World
-from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.saver import Saver, latest
+from ..checkpoint.saver import CheckpointFolder, Saver, latest
 from ..checkpoint.state import State
 
 
@@ -445,27 +444,23 @@ class Info:
 
     def _prepare(self, folder: CheckpointFolder) -> None:
         """Creates the folder on rank 0, before any rank writes into it."""
-        failure = [self._create_folder(folder) if self.main else None]
+        failure: list[str | None] = [None]
+        if self.main:
+            try:
+                folder.prepare()
+            except StudyError as error:
+                failure = [str(error)]
+            except OSError as error:
+                failure = [f"the folder '{folder.path}' for checkpoints cannot be made: {error.strerror or error}"]
+            if later := [str(checkpoint.step) for checkpoint in folder.all() if checkpoint.step > self.step]:
+                failure = [
+                    f"'{folder.path}' contains checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which "
+                    "did not continue from them; call info.load before the loop, or give another folder"
+                ]
         if self._group is not None:
             dist.broadcast_object_list(failure, src=0, group=self._group)
         if failure[0] is not None:
             raise StudyError(failure[0])
-
-    def _create_folder(self, folder: CheckpointFolder) -> str | None:
-        """Creates a folder. Returns the reason why it cannot take a checkpoint of this step; None if it can."""
-        try:
-            folder.prepare()
-        except StudyError as error:
-            return str(error)
-        except OSError as error:
-            return f"the folder '{folder.path}' for checkpoints cannot be made: {error.strerror or error}"
-        later = [str(checkpoint.step) for checkpoint in folder.all() if checkpoint.step > self.step]
-        if not later:
-            return None
-        return (
-            f"'{folder.path}' contains checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did "
-            "not continue from them; call info.load before the loop, or give another folder"
-        )
 
     def load(self, path: str | Path) -> bool:
         """Loads the latest checkpoint in a folder, regardless of the configuration it was saved in. All ranks call it, before

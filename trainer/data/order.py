@@ -53,26 +53,22 @@ class Split:
         return self.samples - self.evaluation
 
     @cached_property
-    def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Start of each stretch, and number of training and of evaluation samples before it."""
-        stretches = max(1, min(STRETCHES, self.evaluation))
-        numbers = np.arange(stretches + 1, dtype=np.int64)
-        begins = numbers * self.samples // stretches
-        held_before = numbers * self.evaluation // stretches
-        return begins, begins - held_before, held_before
+    def _held(self) -> np.ndarray:
+        """Sample ids that are held out, ascending, int64."""
+        stretches = np.arange(1 + max(1, min(STRETCHES, self.evaluation)), dtype=np.int64)
+        ends = stretches * self.samples // stretches[-1]
+        before = stretches * self.evaluation // stretches[-1]
+        return np.repeat(ends[1:] - before[1:], np.diff(before)) + np.arange(self.evaluation)
 
     def training_ids(self, numbers: np.ndarray) -> np.ndarray:
         """Sample ids of training samples by their number in the training split, int64."""
-        begins, training, _ = self._bounds
-        stretch = np.searchsorted(training, numbers, side="right") - 1
-        return begins[stretch] + numbers - training[stretch]
+        training_before = self._held - np.arange(self.evaluation)
+        return numbers + np.searchsorted(training_before, numbers, side="right")
 
     def evaluation_ids(self, numbers: np.ndarray) -> np.ndarray:
         """Sample ids of held-out samples by their number among them, int64."""
-        begins, _, evaluation = self._bounds
-        stretch = np.searchsorted(evaluation, numbers, side="right") - 1
-        held = evaluation[stretch + 1] - evaluation[stretch]
-        return begins[stretch + 1] - held + numbers - evaluation[stretch]
+        ids: np.ndarray = self._held[numbers]
+        return ids
 
 
 ROUNDS = 8

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
 from ...models.data import Task, window
-from .corpus import RowKind, Source, find_sources, read_rows
-from .encoder import Encoder, encoded_tokens, encoder_of, tokenizer_digest
+from .corpus import Encoder, RowKind, Source, encoded_tokens, encoder_of, find_sources, read_rows, tokenizer_digest
 from .order import BYTES, DataPlan, Split
-from .samples import SampleLayout, Samples, usable_rows
-from .store import ROWS, StoreInfo, TokenStore, made_once, write_tokens
+from .samples import ROWS, SampleLayout, Samples, StoreInfo, TokenStore, made_once, usable_rows, write_tokens
 
 if TYPE_CHECKING:
     import datasets

@@ -14,12 +14,24 @@ from typing import Any
 from ...base.errors import NotFound, StudyError, unknown
 from ...base.reading import path_of
 from ...knobs.lossy import lossy_values
-from ...results import state as run_state, summary
+from ...results import summary
 from ...results.measurement import Trial
-from ...results.names import BEST, LEDGER, LOGS, RUN, TABLE, holds_run
-from ...results.trained import CHECKPOINTS, DATA, DOCUMENT
+from ...results.names import (
+    BEST,
+    CHECKPOINTS,
+    DATA,
+    DOCUMENT,
+    LEDGER,
+    LOGS,
+    RUN,
+    RUNNING,
+    TABLE,
+    holds_run,
+    is_running,
+    stamp,
+)
 from ..report import RunFiles, document, words
-from ..report.document import as_json, rows
+from ..report.page import as_json
 
 DOCUMENTS = 8
 """Largest number of runs whose whole document is cached. For the others only the line in the list is cached."""
@@ -38,21 +50,15 @@ class _Entry:
     line: dict[str, Any]
     reads: int
     """Number of this reading, counted over all runs; part of the version that pages send."""
-    source: RunFiles | None
-    """The contents of the files, until a page takes them."""
 
 
 @dataclass(slots=True)
-class _PageState:
-    """A run as its page shows it, with the reading in which each row last changed."""
+class _Page:
+    """A run as its page shows it, and the reading that it shows."""
 
     reads: int
     source: RunFiles
     document: dict[str, Any]
-    rows: dict[int, tuple[tuple[Any, ...], int]]
-    columns: list[str]
-    begun: int
-    """The reading since which rows were only added or changed, with the same columns."""
 
 
 class Library:
@@ -69,9 +75,10 @@ class Library:
         if not path_of(root).is_dir():
             raise StudyError(f"there is no folder '{root}'; give the folder that holds your runs")
         self.root = Path(root).resolve()
-        self._folders = Folders(self.root)
+        self._ids: list[str] = []
+        self._listed_until = float("-inf")
         self._entries: dict[str, _Entry] = {}
-        self._page_states: OrderedDict[str, _PageState] = OrderedDict()
+        self._pages: OrderedDict[str, _Page] = OrderedDict()
         self._lock = threading.RLock()
         # A run is read by one thread at a time, so that no two readings get the same number.
         self._reading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
@@ -81,12 +88,16 @@ class Library:
 
     def ids(self) -> list[str]:
         """Returns the runs, as paths below the root."""
-        run_ids = list(self._folders.latest())
         with self._lock:
-            for gone in self._entries.keys() - set(run_ids):
+            begin = time.monotonic()
+            if begin >= self._listed_until:
+                self._ids = find_folders(self.root)
+                took = time.monotonic() - begin
+                self._listed_until = begin + took + max(DISCOVERY_SECONDS, 10 * took)
+            for gone in self._entries.keys() - set(self._ids):
                 del self._entries[gone]
-                self._page_states.pop(gone, None)
-        return run_ids
+                self._pages.pop(gone, None)
+            return list(self._ids)
 
     def folder(self, run: str) -> Path:
         """Returns the folder of a run.
@@ -106,7 +117,7 @@ class Library:
                 lines.append(self._entry(run).line)
             except NotFound:  # deleted since the folders were listed
                 continue
-        return sorted(lines, key=lambda line: (line["state"] != run_state.RUNNING, -line["changed"], line["run"]))
+        return sorted(lines, key=lambda line: (line["state"] != RUNNING, -line["changed"], line["run"]))
 
     def source(self, run: str) -> RunFiles:
         """Returns the files of a run as they are now.
@@ -114,7 +125,7 @@ class Library:
         Raises:
             NotFound: the run does not exist.
         """
-        return self._page_state(run).source
+        return self._page(run).source
 
     def trial(self, run: str, number: int) -> Trial:
         """Returns a trial of a run.
@@ -128,60 +139,44 @@ class Library:
         raise NotFound(f"run '{run}' has no trial {number}")
 
     def changes(self, run: str, have: str = "") -> dict[str, Any] | None:
-        """Returns the changes of a run since the version `have` of a page; None if there are none.
-
-        `version` is the new version, `document` everything but the rows. `rows` has the columns of all rows or, if
-        `added` is true, only of those that are new or changed since `have`.
+        """Returns the contents of a run's page and their version; None if the version `have` of a page is that.
 
         Raises:
             NotFound: the run does not exist.
         """
-        if have == f"{self._epoch}.{self._entry(run, keep=True).reads}":
+        if have == f"{self._epoch}.{self._entry(run).reads}":
             return None
-        state = self._page_state(run)
-        version = f"{self._epoch}.{state.reads}"
-        epoch, _, reads = have.rpartition(".")
-        since = int(reads) if epoch == self._epoch and reads.isdigit() else 0
-        added = state.begun <= since <= state.reads
-        chosen = [cells for cells, changed in state.rows.values() if not added or changed > since]
-        columns = {name: [cells[index] for cells in chosen] for index, name in enumerate(state.columns)}
-        return {"version": version, "run": run, "document": state.document, "added": added, "rows": as_json(columns)}
+        page = self._page(run)
+        return {"version": f"{self._epoch}.{page.reads}", "run": run, "document": page.document}
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def _entry(self, run: str, *, keep: bool = False) -> _Entry:
-        """Returns the cached entry of a run, read again if its files have changed; `keep` keeps the contents for its
-        page.
-        """
+    def _entry(self, run: str) -> _Entry:
+        """Returns the cached entry of a run, read again if its files have changed."""
         folder = self.folder(run)
         with self._reading[run]:
             signature = _signature(folder)  # before the files: a change in between is then read next time
-            cached = self._entries.get(run)
-            if cached is not None and cached.signature == signature:
-                return cached
-            source = _read(run, folder)
-            line = _line(run, source, signature)
-            entry = _Entry(signature, line, next(self._counter), source if keep else None)
-            with self._lock:
-                self._entries[run] = entry
+            entry = self._entries.get(run)
+            if entry is None or entry.signature != signature:
+                line = _line(run, _read(run, folder), signature)
+                entry = _Entry(signature, line, next(self._counter))
+                with self._lock:
+                    self._entries[run] = entry
             return entry
 
-    def _page_state(self, run: str) -> _PageState:
+    def _page(self, run: str) -> _Page:
         with self._reading[run]:
-            entry = self._entry(run, keep=True)
+            reads = self._entry(run).reads
             with self._lock:
-                cached = self._page_states.get(run)
-                if cached is not None:
-                    self._page_states.move_to_end(run)
-            if cached is not None and cached.reads == entry.reads:
-                return cached
-            source, entry.source = entry.source or _read(run, self.folder(run)), None
-            state = _gather(source, entry.reads, cached)
+                page = self._pages.pop(run, None)
+            if page is None or page.reads != reads:
+                source = _read(run, self.folder(run))
+                page = _Page(reads, source, document(source))
             with self._lock:
-                self._page_states[run] = state
-                while len(self._page_states) > DOCUMENTS:
-                    self._page_states.popitem(last=False)
-            return state
+                self._pages[run] = page
+                while len(self._pages) > DOCUMENTS:
+                    self._pages.popitem(last=False)
+            return page
 
 
 def _read(run: str, folder: Path) -> RunFiles:
@@ -191,7 +186,7 @@ def _read(run: str, folder: Path) -> RunFiles:
         NotFound: its folder was deleted, moved or emptied since it was found.
     """
     try:
-        return RunFiles.read(folder, lenient=True)
+        return RunFiles.read(folder)
     except StudyError as error:
         if holds_run(folder):
             return RunFiles.unreadable(folder, str(error))
@@ -200,14 +195,14 @@ def _read(run: str, folder: Path) -> RunFiles:
 
 def _signature(folder: Path) -> tuple[Any, ...]:
     """Returns a value that changes when the contents of the run's page may have changed."""
-    return run_state.is_running(folder), *(run_state.stamp(folder / name) for name in _FILES)
+    return is_running(folder), *(stamp(folder / name) for name in _FILES)
 
 
 def _line(run: str, source: RunFiles, signature: tuple[Any, ...]) -> dict[str, Any]:
     trials = source.trials
     winner = summary.best(trials)
     top = winner.throughput if winner else None
-    stamps = [stamp for stamp in signature[1:4] if stamp] or [run_state.stamp(source.folder / LEDGER) or (0,)]
+    stamps = [changed for changed in signature[1:4] if changed] or [stamp(source.folder / LEDGER) or (0,)]
     gain = summary.gain(trials)
     return as_json(
         {
@@ -227,7 +222,7 @@ def _line(run: str, source: RunFiles, signature: tuple[Any, ...]) -> dict[str, A
             "gain_half_width": gain and gain.half_width,
             "gain_shown": gain is not None and gain.shown,
             "spark": _thin(_climb(trials, math.inf if top is None else top)),
-            "changed": max(stamp[0] for stamp in stamps) / 1e9,
+            "changed": max(changed[0] for changed in stamps) / 1e9,
             "problems": len(source.problems),
         }
     )
@@ -242,26 +237,6 @@ def _thin(series: list[float | None]) -> list[float | None]:
     if len(series) <= SPARKS:
         return series
     return [series[round(index * (len(series) - 1) / (SPARKS - 1))] for index in range(SPARKS)]
-
-
-def _gather(source: RunFiles, reads: int, earlier: _PageState | None) -> _PageState:
-    columns = rows(source)
-    names = list(columns)
-    earlier = earlier if earlier is not None and earlier.columns == names else None
-    previous = earlier.rows if earlier is not None else {}
-    dated_rows: dict[int, tuple[tuple[Any, ...], int]] = {}
-    for cells in zip(*columns.values()):
-        number = cells[names.index("trial")]
-        earlier_row = previous.get(number)
-        dated_rows[number] = earlier_row if earlier_row is not None and earlier_row[0] == cells else (cells, reads)
-    return _PageState(
-        reads=reads,
-        source=source,
-        document=document(source, with_rows=False),
-        rows=dated_rows,
-        columns=names,
-        begun=earlier.begun if earlier is not None and previous.keys() <= dated_rows.keys() else reads,
-    )
 
 
 DISCOVERY_SECONDS = 1.0
@@ -284,26 +259,6 @@ def find_folders(root: Path) -> list[str]:
     folders are skipped, and the large ones of a training.
     """
     return sorted(_walk(root))
-
-
-class Folders:
-    """The runs below `root`, searched for at intervals. Thread-safe."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._latest: list[str] = []
-        self._until = float("-inf")
-        self._lock = threading.Lock()
-
-    def latest(self) -> list[str]:
-        """Returns the runs of the last search."""
-        with self._lock:
-            begin = time.monotonic()
-            if begin >= self._until:
-                self._latest = find_folders(self.root)
-                took = time.monotonic() - begin
-                self._until = begin + took + max(DISCOVERY_SECONDS, 10 * took)
-            return self._latest
 
 
 def _walk(root: Path) -> Iterator[str]:

@@ -1,19 +1,144 @@
-"""Server of the dashboard: its address, port and token."""
+"""Server of the dashboard: its endpoints, its address and port, access control, and security headers of its responses."""
 
+import hmac
 import ipaddress
+import json
 import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import parse_qsl, urlencode
 
 from ...base.errors import MissingDependency, NotFound, StudyError, UsageError
+from ...base.reading import Outside, open_inside, read_inside, tail_inside
+from ...results.names import TABLE
+from ...results.table import LARGEST_TABLE
 from ..report import RunFiles
-from .guard import Guard
+from ..report.page import SCRIPTS, asset, bundle, exports
 from .library import Library
+
+COOKIE = "redline-token"
+"""Prefix of the cookie's name; a dash and the port follow."""
+
+HEADERS = {
+    # Scripts and styles only from files of this server, so that text which looks like HTML has no effect.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+_NAME = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(?::[0-9]{1,5})?")
+
+
+class Guard:
+    """An ASGI middleware that checks the Host header or the token and adds `HEADERS`.
+
+    Args:
+        app: the guarded application.
+        token: the token that a visitor must send, once as `?token=` (then kept in a cookie) or as a bearer token;
+            None on the loopback addresses of this machine.
+        hosts: names that the Host header may have; None for any. Without this check a page of another site could
+            reach the server under its own name, by DNS rebinding.
+    """
+
+    def __init__(self, app: Any, *, token: str | None, hosts: Iterable[str] | None) -> None:
+        self.app = app
+        self.token = token
+        self.hosts = None if hosts is None else frozenset(hosts)
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+
+        guarded = with_headers(send, HEADERS)
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if self.hosts is not None and _host(headers.get("host", "")) not in self.hosts:
+            await _answer(guarded, 400, "This dashboard accepts only the names of this machine.")
+            return
+        if self.token is not None:
+            # Cookies are shared by all ports of a host, and each port may have its own dashboard.
+            cookie = f"{COOKIE}-{(scope.get('server') or ('', ''))[1]}"
+            query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+            token = next((value for name, value in query if name == "token"), None)
+            if token is not None and self._is_token(token):
+                query_left = urlencode([pair for pair in query if pair[0] != "token"])
+                path = scope["path"] if scope["path"].startswith("/") and not scope["path"].startswith("//") else "/"
+                stored_cookie = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+                location = path + ("?" + query_left if query_left else "")
+                await _answer(guarded, 303, "", {"location": location, "set-cookie": stored_cookie})
+                return
+            if not self._is_token(_cookie(headers, cookie)) and not self._is_token(_bearer(headers)):
+                await _answer(
+                    guarded,
+                    401,
+                    "This dashboard needs its token: open the address with ?token=... that it printed at its start.",
+                )
+                return
+        await self.app(scope, receive, guarded)
+
+    def _is_token(self, token: str | None) -> bool:
+        return token is not None and self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
+
+
+def with_headers(send: Any, headers: Mapping[str, str]) -> Any:
+    """Returns an ASGI `send` that sets these headers in every answer."""
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def send_with_headers(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            unchanged = [header for header in message["headers"] if header[0].decode("latin-1").lower() not in headers]
+            message = message | {"headers": [*unchanged, *encoded]}
+        await send(message)
+
+    return send_with_headers
+
+
+def _host(header: str) -> str | None:
+    """Returns the host name in a Host header, without the port (RFC 9110, 7.2); None if the header has any other form."""
+    match = _NAME.fullmatch(header.strip().lower())
+    return match[1] if match else None
+
+
+def _cookie(headers: dict[str, str], name: str) -> str | None:
+    try:
+        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
+    except CookieError:
+        return None
+    return morsel.value if morsel else None
+
+
+def _bearer(headers: dict[str, str]) -> str | None:
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else None
+
+
+async def _answer(send: Any, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+    body = message.encode()
+    all_headers = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **(headers or {})}
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
 
 PORT = 8420
 TRIES = 100
@@ -55,8 +180,6 @@ def serve(
     _readable(library)
     try:
         import uvicorn
-
-        from .app import make_app
 
         app = make_app(library)
     except ModuleNotFoundError as error:
@@ -154,3 +277,122 @@ def address(host: str, port: int, token: str | None) -> str:
     """Returns the URL to open in a browser."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/" + (f"?{urlencode({'token': token})}" if token else "")
+
+
+LOG_BYTES = 256 * 1024
+"""Bytes shown from the end of a log; the whole log can be downloaded."""
+
+PAGES = ("api", "list", "watch", "overlay", "main")
+"""The scripts of the dashboard itself, loaded after those that it shares with the report."""
+
+
+def make_app(library: Library) -> Any:
+    """Returns the FastAPI application over a library's runs, without the guard (see `serve`)."""
+    from fastapi import FastAPI, Request
+    from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+    from starlette.middleware.gzip import GZipMiddleware
+
+    # No generated documentation: its scripts would be loaded from other hosts.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
+
+    def answer(content: Any) -> Response:
+        encoded = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return Response(encoded.encode("utf-8", "replace"), media_type="application/json")
+
+    @app.exception_handler(NotFound)
+    def not_found(request: Request, error: NotFound) -> Response:
+        return PlainTextResponse(str(error), status_code=404)
+
+    @app.exception_handler(StudyError)
+    def unreadable(request: Request, error: StudyError) -> Response:
+        return PlainTextResponse(str(error), status_code=500)
+
+    @app.get("/")
+    def index() -> Response:
+        return Response(asset_file("index.html"), media_type="text/html; charset=utf-8")
+
+    @app.get("/icon.svg")
+    def icon() -> Response:
+        return Response(asset_file("icon.svg"), media_type="image/svg+xml")
+
+    @app.get("/redline.js")
+    def script() -> Response:
+        return Response(scripts(), media_type="text/javascript; charset=utf-8")
+
+    @app.get("/redline.css")
+    def style() -> Response:
+        return Response(asset("style.css") + asset_file("dashboard.css"), media_type="text/css; charset=utf-8")
+
+    @app.get("/api/runs")
+    def runs() -> Response:
+        return answer({"root": library.root.name, "runs": library.lines()})
+
+    @app.get("/api/run")
+    def run(run: str, have: str = "") -> Response:
+        changes = library.changes(run, have)
+        return Response(status_code=204) if changes is None else answer(changes)
+
+    @app.get("/api/exports")
+    def formats(run: str, trial: int) -> Response:
+        return answer(exports(library.source(run), library.trial(run, trial)))
+
+    @app.get("/api/log")
+    def log(run: str, trial: int) -> Response:
+        name = library.trial(run, trial).measured.log
+        if not name:
+            return answer({"why": "The table names no log."})
+        try:
+            content, size = tail_inside(library.folder(run), name, at_most=LOG_BYTES)
+        except OSError as error:
+            return answer({"why": f"The log cannot be shown: {error.strerror or error}."})
+        return answer({"text": content, "size": size, "cut": size > LOG_BYTES})
+
+    @app.get("/log")
+    def whole_log(run: str, trial: int) -> Response:
+        name = library.trial(run, trial).measured.log
+        opened = open_inside(library.folder(run), name)
+        try:
+            file = opened.__enter__()
+        except OSError as error:
+            return PlainTextResponse(f"The log cannot be read: {error.strerror or error}.", status_code=404)
+
+        def chunks() -> Any:
+            try:
+                while data := file.read(1 << 18):
+                    yield data
+            finally:
+                opened.__exit__(None, None, None)
+
+        return StreamingResponse(
+            chunks(), media_type="text/plain; charset=utf-8", headers=attachment(f"trial-{trial}.log")
+        )
+
+    @app.get("/table")
+    def table(run: str) -> Response:
+        folder = library.folder(run)
+        try:
+            data = read_inside(folder, TABLE, at_most=LARGEST_TABLE)
+        except (Outside, OSError) as error:
+            return PlainTextResponse(f"{TABLE} cannot be read: {error.strerror or error}.", status_code=404)
+        return Response(data, media_type="text/csv; charset=utf-8", headers=attachment(f"{folder.name}.csv"))
+
+    return app
+
+
+def asset_file(name: str) -> str:
+    """Returns a file of the dashboard as text."""
+    from importlib.resources import files
+
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def scripts() -> str:
+    """Returns all scripts as one: those of the report that draw a run, then the pages of the dashboard."""
+    return bundle(SCRIPTS, *(asset_file(f"{name}.js") for name in PAGES))
+
+
+def attachment(name: str) -> dict[str, str]:
+    """Returns the header that makes a browser save the response under a plain file name."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    return {"content-disposition": f'attachment; filename="{plain}"'}

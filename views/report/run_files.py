@@ -8,13 +8,13 @@ from typing import Any
 from ...base.errors import StudyError
 from ...base.reading import path_of, read_inside
 from ...knobs.lossy import lossy_of
-from ...results import request, schema, state
+from ...results import request, schema
 from ...results.best import confirmed, is_plan, load, read as read_best
 from ...results.columns import header, line, row
 from ...results.measurement import Trial
-from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run, run_of
+from ...results.names import BEST, LEDGER, RUN, STOPPED, TABLE, TABLE_ONLY, holds_run, is_running, run_of, state_of
+from ...results.run import instead_of_run
 from ...results.table import LARGEST_TABLE, parse, trials_of
-from ...results.view import instead_of_run
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class RunFiles:
     best: dict[str, Any] | None
     """The contents of best.yaml; None without one, or if it does not agree with the table."""
     state: str
-    """See `state`."""
+    """See `results.names`."""
     problems: list[str] = field(default_factory=list)
     """Descriptions of missing or damaged files."""
 
@@ -63,18 +63,13 @@ class RunFiles:
     def unreadable(cls, folder: Path, reason: str) -> "RunFiles":
         """Returns a run that cannot be read, as one without trials."""
         return cls(
-            folder=folder, table=TABLE, columns=parse(_NOTHING, TABLE), trials=[], request=None, best=None, state=state.STOPPED,
+            folder=folder, table=TABLE, columns=parse(_NOTHING, TABLE), trials=[], request=None, best=None, state=STOPPED,
             problems=[reason],
         )  # fmt: skip
 
     @classmethod
-    def read(cls, path: str | Path, *, lenient: bool = False) -> "RunFiles":
+    def read(cls, path: str | Path) -> "RunFiles":
         """Returns the run in a folder, or the table in a CSV file of any name (then without the other files).
-
-        Args:
-            path: the folder or file.
-            lenient: a missing or invalid table, and a run.yaml of another format become
-                problems of an empty run instead of errors.
 
         Raises:
             StudyError: there is no run, its table is invalid, or it has another format.
@@ -92,18 +87,18 @@ class RunFiles:
         if not alone and not holds_run(folder):
             raise StudyError(f"'{path}' contains no run: neither {RUN} nor {TABLE} is there{instead_of_run(path)}")
         problems: list[str] = []
-        request_document = None if alone else _request_of(folder, problems, lenient or path != folder)
-        columns = _table(folder, name, request_document is not None, problems, lenient)
+        request_document = None if alone else _request_of(folder, problems, path != folder)
+        columns = _table(folder, name, request_document is not None, problems)
         trials = trials_of(columns, lossy=lossy_of(request_document))
         best = None if alone else read_best(folder, problems)
-        running = not alone and state.is_running(folder)
+        running = not alone and is_running(folder)
         judged = confirmed(trials, best)
         if best is not None and judged is None:
             if not running:
                 problems.append(f"{BEST} does not agree with {TABLE}; the winner shown is that of the table")
             best = None
         trials = trials if judged is None else judged
-        current = state.state_of(running, best) if running or request_document is not None else state.TABLE_ONLY
+        current = state_of(running, best) if running or request_document is not None else TABLE_ONLY
         return cls(
             folder=folder, table=name, columns=columns, trials=trials, request=request_document, best=best, state=current,
             problems=problems,
@@ -117,36 +112,27 @@ class RunFiles:
         columns = parse(f"{line(header(knobs))}{row(plan.trial, knobs)}".encode(), path.name)
         return cls(
             folder=path.parent, table=path.name, columns=columns, trials=[plan.trial], request=dict(plan.document), best=None,
-            state=state.TABLE_ONLY,
+            state=TABLE_ONLY,
         )  # fmt: skip
 
 
 _NOTHING = b"trial,status,throughput\n"
 
 
-def _table(folder: Path, name: str, may_be_missing: bool, problems: list[str], lenient: bool) -> dict[str, list[Any]]:
+def _table(folder: Path, name: str, may_be_missing: bool, problems: list[str]) -> dict[str, list[Any]]:
     try:
         data = read_inside(folder.resolve(), name, at_most=LARGEST_TABLE)
     except FileNotFoundError:
-        if not (may_be_missing or lenient):
+        if not may_be_missing:
             raise StudyError(
                 f"'{folder}' has no {name}, which a report needs; it is written with the first "
                 "trial, and `redline tune --resume` writes it again"
             ) from None
         problems.append(f"{name} does not exist (yet)")
-        return parse(_NOTHING, name)
+        data = _NOTHING
     except OSError as error:
-        if not lenient:
-            raise StudyError(f"cannot read '{folder / name}': {error.strerror or error}") from error
-        problems.append(f"{name} cannot be read: {error.strerror or error}")
-        return parse(_NOTHING, name)
-    try:
-        return {column: [_finite(cell) for cell in cells] for column, cells in parse(data, name).items()}
-    except StudyError as error:
-        if not lenient:
-            raise StudyError(str(error).replace(f"'{name}'", f"'{folder / name}'", 1)) from None
-        problems.append(str(error))
-        return parse(_NOTHING, name)
+        raise StudyError(f"cannot read '{folder / name}': {error.strerror or error}") from error
+    return {column: [_finite(cell) for cell in cells] for column, cells in parse(data, folder / name).items()}
 
 
 def _finite(cell: Any) -> Any:
@@ -154,7 +140,7 @@ def _finite(cell: Any) -> Any:
     return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
-def _request_of(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] | None:
+def _request_of(folder: Path, problems: list[str], table_alone: bool) -> dict[str, Any] | None:
     document = schema.read_document(folder, RUN, problems)
     if document is None:
         if not (folder / RUN).exists() and (folder / LEDGER).exists():
@@ -163,7 +149,7 @@ def _request_of(folder: Path, problems: list[str], lenient: bool) -> dict[str, A
     try:
         document, faults = request.known_parts(document, folder / RUN)
     except StudyError as error:
-        if lenient:
+        if table_alone:
             problems.append(str(error))
             return None
         raise StudyError(

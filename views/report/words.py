@@ -21,8 +21,8 @@ def request_rows(request: Mapping[str, Any] | None) -> list[list[str]]:
     """Returns the request in run.yaml as pairs of a name and a text."""
     section = (request or {}).get("asked", {})
     rows = []
-    if isinstance(workload := section.get("workload"), Mapping) and workload.get("class"):
-        rows.append(["Class", _text(workload["class"])])
+    if section.get("workload", {}).get("class"):
+        rows.append(["Class", section["workload"]["class"]])
     if section.get("simulated"):
         rows.append(["Simulated", "nothing was run: these are predictions"])
     if section.get("emulated"):
@@ -36,28 +36,24 @@ def request_rows(request: Mapping[str, Any] | None) -> list[list[str]]:
         elif key == "memory_limit_mib":
             value = _mib(value)
         elif key == "trial_timeout_s":
-            value = f"{value:g} s" if isinstance(value, (int, float)) else value
+            value = f"{value:g} s"
         rows.append([name, _text(value)])
     if began(request):
         rows.append(["Started", began(request)])
-    for resumption in (request or {}).get("resumed") or []:
-        if isinstance(resumption, Mapping):
-            rows.append(["Resumed", _moment(resumption.get("at", ""))])
+    rows += [["Resumed", _moment(resumption.get("at", ""))] for resumption in (request or {}).get("resumed", ())]
     return rows
 
 
 def devices(request: Mapping[str, Any] | None) -> str:
     """Returns the devices of a trial, such as `8 × H100`, with the number present if more; empty without the data."""
     value = (request or {}).get("asked", {}).get("devices")
-    if not isinstance(value, Mapping):
-        return _text(value) if value is not None else ""
-    name = _text(value.get("name") or value.get("type") or "devices")
-    count = value.get("count")
+    if value is None:
+        return ""
+    name, count = value.get("name") or value.get("type") or "devices", value.get("count")
     used = value.get("used") or count
     if used is None:
-        return name
-    partial = isinstance(count, int) and isinstance(used, int) and count > used
-    return f"{used} × {name}" + (f" (of {count})" if partial else "")
+        return str(name)
+    return f"{used} × {name}" + (f" (of {count})" if count is not None and count > used else "")
 
 
 def began(request: Mapping[str, Any] | None) -> str:
@@ -73,23 +69,17 @@ def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -
     """
     document = (request or {}).get("asked", {}).get("space")
     seen = {name[len("knob.") :]: cells for name, cells in columns.items() if name.startswith("knob.")}
-    if not isinstance(document, Mapping) or not isinstance(document.get("knobs"), list):
+    if "knobs" not in (document or {}):
         return {"declared": False, "constraints": [], "knobs": [_seen(name, cells) for name, cells in seen.items()]}
-    knobs = [_knob(entry) for entry in document["knobs"] if isinstance(entry, Mapping) and "name" in entry]
-    for entry in _mappings(document.get("derived")):
-        knobs.append(
-            {
-                "name": str(entry.get("name")),
-                "values": None,
-                "derived": _rule(entry.get("value")),
-                "help": str(entry.get("help", "")),
-            }
-        )
+    knobs = [_knob(entry) for entry in document["knobs"] if "name" in entry]
+    for entry in document.get("derived", ()):
+        rule = _rule(entry.get("value"))
+        knobs.append({"name": entry.get("name"), "values": None, "derived": rule, "help": entry.get("help", "")})
     declared = {knob["name"] for knob in knobs}
     knobs += [_seen(name, cells) for name, cells in seen.items() if name not in declared]
     constraints = [
-        {"text": _rule(entry.get("require")), "reason": str(entry.get("reason", ""))}
-        for entry in _mappings(document.get("constraints"))
+        {"text": _rule(entry.get("require")), "reason": entry.get("reason", "")}
+        for entry in document.get("constraints", ())
     ]
     return {"declared": True, "knobs": knobs, "constraints": constraints}
 
@@ -97,8 +87,6 @@ def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -
 def environment(request: Mapping[str, Any] | None, best: Mapping[str, Any] | None) -> list[list[Any]]:
     """Returns groups of facts about the environment, each a title and pairs of a name and a text."""
     source = (best or {}).get("environment") or (request or {}).get("environment") or {}
-    if not isinstance(source, Mapping):
-        return []
     groups = []
     for key, title in (("devices", "Devices"), ("host", "Machine"), ("versions", "Versions")):
         facts = source.get(key) or ((request or {}).get("asked", {}).get("devices") if key == "devices" else None)
@@ -123,18 +111,18 @@ def _mib(value: Any) -> str:
 
 def _knob(entry: Mapping[str, Any]) -> dict[str, Any]:
     values = entry.get("values")
-    if not isinstance(values, list):
-        values = [False, True] if entry.get("type") == "flag" else None
+    if values is None and entry.get("type") == "flag":
+        values = [False, True]
     range_text = None
     if values is None and "low" in entry:
         range_text = f"{entry['low']} to {entry.get('high')}" + (f", step {entry['step']}" if "step" in entry else "")
     default = entry.get("default", values[0] if values else entry.get("low"))
     return {
-        "name": str(entry["name"]),
+        "name": entry["name"],
         "values": values,
         "range": range_text,
         "default": default,
-        "help": str(entry.get("help", "")),
+        "help": entry.get("help", ""),
         "when": _rule(entry["when"]) if "when" in entry else "",
     }
 
@@ -152,10 +140,6 @@ def _moment(value: Any) -> str:
 
 def _rule(value: Any) -> str:
     return _text(value["callable"]) if isinstance(value, Mapping) and "callable" in value else _text(value)
-
-
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [element for element in value if isinstance(element, Mapping)] if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from redline.base.errors import StudyError
 from redline.base.writing import write_atomic
-from redline.trainer.checkpoint.folder import CheckpointFolder
+from redline.trainer.checkpoint.saver import CheckpointFolder
 from redline.trainer.program import _Log
 
 

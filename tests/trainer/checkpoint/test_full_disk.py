@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from redline.models.layouts.dcp import dcp_tensors
-from redline.trainer.checkpoint.folder import CheckpointFolder
-from redline.trainer.hyperparameters import Hyperparameters
+from redline.trainer.checkpoint.saver import CheckpointFolder
+from redline.trainer.loop import Hyperparameters
 from small_disk import fill, free, on_small_disk
 from torch.distributed.checkpoint import FileSystemWriter
 from trainings import part, place

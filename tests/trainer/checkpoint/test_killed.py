@@ -10,10 +10,9 @@ import pytest
 import torch
 from redline.models.layouts.dcp import dcp_tensors
 from redline.schedule.parallel.sharding import local
-from redline.trainer.checkpoint.folder import CheckpointFolder
-from redline.trainer.checkpoint.saver import Saver, latest
+from redline.trainer.checkpoint.saver import CheckpointFolder, Saver, latest
 from redline.trainer.checkpoint.state import State
-from redline.trainer.hyperparameters import Hyperparameters
+from redline.trainer.loop import Hyperparameters
 from trainings import built
 
 KEEP = 2

@@ -4,8 +4,7 @@ import threading
 
 import torch
 from redline.schedule.parallel.weights import whole_region
-from redline.trainer.checkpoint.folder import CheckpointFolder
-from redline.trainer.checkpoint.saver import PATIENCE, Saver, patient_group
+from redline.trainer.checkpoint.saver import PATIENCE, CheckpointFolder, Saver, patient_group
 
 
 class Whole:

@@ -9,8 +9,8 @@ import torch
 from redline.base.errors import WorkloadError
 from redline.models.layouts.dcp import dcp_tensors
 from redline.models.lora import Lora, with_lora
-from redline.trainer.checkpoint.folder import CheckpointFolder
-from redline.trainer.hyperparameters import Hyperparameters
+from redline.trainer.checkpoint.saver import CheckpointFolder
+from redline.trainer.loop import Hyperparameters
 from tiers import tiered
 from torch.distributed.checkpoint.staging import DefaultStager
 from trainings import built, part, unequal

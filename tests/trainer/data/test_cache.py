@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from redline.base.errors import StudyError, WorkloadError
-from redline.trainer.data import DataPlan, prepare, preparing, store
+from redline.trainer.data import DataPlan, prepare, preparing
+from redline.trainer.data.samples import write_tokens
 from small_disk import on_small_disk
 from texts import TOPICS
 
@@ -31,7 +32,7 @@ def seen(folder):
 
 def test_one_cache_serves_all_packings_and_seeds(corpus, tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(preparing, "write_tokens", lambda *a, **k: calls.append(1) or store.write_tokens(*a, **k))
+    monkeypatch.setattr(preparing, "write_tokens", lambda *a, **k: calls.append(1) or write_tokens(*a, **k))
     for packing, seed in [("packed", 0), ("documents", 1), ("packed", 2)]:
         made(corpus, tmp_path / "cache", packing=packing, seed=seed)
     assert calls == [1] and len(seen(tmp_path / "cache")) == 1

@@ -5,24 +5,14 @@ const MANY_ROWS = 500;
 // The state of a run, from the answers of the server. `take` returns true if anything changed.
 function makeHolder(id) {
   let version = "";
-  let rows = {};
   const ui = {};
   const holder = {
     run: null,
     async refresh() {
       const news = await ask("api/run", { run: id, have: version });
       if (!news) return false;
-      if (news.added && holder.run) {
-        const place = new Map((rows.trial || []).map((trial, at) => [trial, at]));
-        (news.rows.trial || []).forEach((trial, from) => {
-          const at = place.has(trial) ? place.get(trial) : rows.trial.length;
-          for (const name of Object.keys(rows)) rows[name][at] = news.rows[name][from];
-        });
-      } else {
-        rows = news.rows;
-      }
       version = news.version;
-      holder.run = makeRun({ ...news.document, rows, ui, path: id === "." ? news.document.folder : id });
+      holder.run = makeRun({ ...news.document, ui, path: id === "." ? news.document.folder : id });
       return true;
     },
   };
