@@ -81,20 +81,17 @@ def read_source(source: str | Path, *, of_model: bool = True) -> TrainingSource:
         config, measured = Config(plan_file.trial.config), plan_file.trial.measured.throughput
         return _source(plan_file.trains, config, measured, str(path), of_model)
     if path.is_dir() and holds_run(path):
-        return source_of(View(path, Config), of_model=of_model)
+        view = View(path, Config)
+        trials = view.trials()
+        best = summary.best(trials)
+        if best is None:
+            raise NothingFound(f"'{path}' names no winner: {summary.why_nothing(trials)}")
+        asked = (view.document or {}).get("asked", {})
+        return _source(asked, best.config, best.throughput, str(path), of_model)
     if path.parent != Path() and ".py" not in path.name and not path.exists():
         if runs := [folder.name for folder in path.parent.glob("*") if holds_run(folder)]:
             raise StudyError(f"there is no run '{source}', and no model of that name{nearest(path.name, runs)}")
     return TrainingSource(spec=str(source), name=Path(str(source)).name.partition(".")[0] or str(source))
-
-
-def source_of(view: View, *, of_model: bool = True) -> TrainingSource:
-    """Returns the winner of a run as the source of a training; see `read_source`."""
-    trials = view.trials()
-    winner = summary.best(trials)
-    if winner is None:
-        raise NothingFound(f"'{view.path}' names no winner: {summary.why_nothing(trials)}")
-    return _source((view.document or {}).get("asked", {}), winner.config, winner.throughput, str(view.path), of_model)
 
 
 def _source(
