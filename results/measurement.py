@@ -133,14 +133,14 @@ def _text(name: str, value: Any) -> str:
 
 
 def _count(name: str, value: Any) -> int:
-    value = _scalar(value)
+    value = plain_scalar(value)
     if not count(value):
         raise UsageError(f"{name} must be a whole number, but got {shortened(value)}")
     return value
 
 
 def _number(name: str, value: Any) -> float:
-    value = _scalar(value)
+    value = plain_scalar(value)
     if isinstance(value, str):
         value = _WORDS.get(value, value)
     if not isinstance(value, float) and not number(value):
@@ -160,16 +160,9 @@ def _checked_list(name: str, value: Any) -> Sequence[Any]:
     return value
 
 
-def _scalar(value: Any) -> Any:
-    """Converts a number of numpy or torch to Python's."""
-    if type(value) in (int, float) or getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
-        return value
-    return value.item()
-
-
 def plain_scalar(value: Any) -> Any:
     """Converts a scalar of numpy or torch, and a member of a StrEnum, to Python's."""
-    if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, str):
         return str(value)
