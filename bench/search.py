@@ -5,8 +5,7 @@ reports the fraction of the table's best after 3, 5, 10, 20, 30 and 50 dry runs,
 all dry runs, dry runs to 99 %, and seconds of a proposal; then a summary over the tables, with 95 % confidence
 intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior (`estimate`,
 or `reversed`, `random`; `default`, which knows the names of knobs but no model, or `default-reversed`,
-`default-renamed`, where the names mislead), `bayes-botorch` and `bayes-hebo` (see `surrogates.py`), and peers through
-their own libraries:
+`default-renamed`, where the names mislead), and peers through their own libraries:
 
     optuna-tpe, optuna-gp   Optuna's samplers with defaults, failures violate a constraint
     hebo-atorch             HEBO's suggest/observe as ATorch calls it: a failure is a throughput of 0
@@ -43,7 +42,6 @@ from redline.runners.runner import TrialRequest
 from redline.tuner.default_prior import CPU, DefaultPrior, default_prior
 from redline.tuner.samplers import make_sampler, sampler_names
 from redline.tuner.samplers.prior import ShapePrior
-from surrogates import SURROGATES
 from tables import Surface, read_folder
 
 CHECKPOINTS = (3, 5, 10, 20, 30, 50)
@@ -56,10 +54,7 @@ Tables = Mapping[str, Mapping[str, float]]
 def own_sampler(surface: Surface, seed: int, name: str) -> Ask:
     name, _, prior = name.partition("+")
     options = {"prior": make_prior(surface, prior, seed), "warn": lambda message: None} if prior else {}
-    if name in SURROGATES:
-        sampler = SURROGATES[name](surface.space, seed=seed, **options)
-    else:
-        sampler = make_sampler(name, surface.space, seed=seed, **options)
+    sampler = make_sampler(name, surface.space, seed=seed, **options)
     return lambda done: next(iter(sampler.propose(done, 1)), None)
 
 
@@ -232,10 +227,7 @@ def sources() -> str:
     for folder in ("tuner/samplers", "estimator", "space"):
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
-    for path in (
-        root / "tuner" / "default_prior.py",
-        *(Path(__file__).parent / name for name in ("estimator.py", "surrogates.py")),
-    ):
+    for path in (root / "tuner" / "default_prior.py", Path(__file__).with_name("estimator.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -385,7 +377,7 @@ def main() -> None:
     print(machine())
     for asked in arguments.samplers.split(","):
         name, _, count = asked.partition(":")
-        known = [*sampler_names(), *SURROGATES, *PEERS]
+        known = [*sampler_names(), *PEERS]
         if name not in PEERS and name.partition("+")[0] not in known:
             raise SystemExit(f"unknown sampler '{name}': {', '.join(known)}")
         seeds[name] = int(count or arguments.seeds)

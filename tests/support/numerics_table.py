@@ -244,7 +244,7 @@ def refusal(workload, config):
         reasons.append(support.sequence_parallel)
     if config.get("strategy") is not None or config.get("stage_blocks") is not None:
         known = RuleContext(no_stage_blocks=workload.schedule.no_stage_blocks, **runs_of(workload)._asdict())
-        reasons.append(broken_rule(Strategy.of(config), known).partition(": ")[2])
+        reasons.append((broken_rule(Strategy.of(config), known) or "").partition(": ")[2])
     if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
         reasons.append(support.zero_in_stages)
     if config.get("kernels"):

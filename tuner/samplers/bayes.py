@@ -13,7 +13,7 @@ from ...space import Config, Space
 from .containment import one_blas_thread
 from .posterior import CAUTION, SearchPosterior, SurrogatePrior
 from .sampler import Sampler, check_count
-from .surrogate import expected_improvement, throughput_model
+from .surrogate import expected_improvement
 
 FAILURE_COST = 0.005
 """Value of a failed trial, in log throughput."""
@@ -37,8 +37,6 @@ class BayesSampler(Sampler):
     """
 
     name = "bayes"
-    surrogate = staticmethod(throughput_model)
-    """Makes the models of throughput; `bench/surrogates.py` replaces it by other libraries' models."""
 
     def __init__(
         self,
@@ -58,7 +56,7 @@ class BayesSampler(Sampler):
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
         with one_blas_thread():
-            return _Choice(SearchPosterior(self.surrogate_prior, trials, self.surrogate)).choose(count)
+            return _Choice(SearchPosterior(self.surrogate_prior, trials)).choose(count)
 
 
 class _Choice:

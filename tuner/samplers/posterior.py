@@ -163,13 +163,10 @@ class SearchPosterior:
     Args:
         surrogate_prior: prior of the space.
         trials: ordered by number; those without a measurement are pending.
-        surrogate: makes the models of throughput.
     """
 
-    def __init__(
-        self, surrogate_prior: SurrogatePrior, trials: Sequence[Trial], surrogate: Callable[..., Any] = throughput_model
-    ) -> None:
-        self.surrogate_prior, self.surrogate = surrogate_prior, surrogate
+    def __init__(self, surrogate_prior: SurrogatePrior, trials: Sequence[Trial]) -> None:
+        self.surrogate_prior = surrogate_prior
         self.encoding, self.features = surrogate_prior.encoding, surrogate_prior.features
         # Pending trials do not change what is drawn or fitted.
         finished = [trial for trial in trials if not trial.pending]
@@ -256,7 +253,7 @@ class SearchPosterior:
         models.append(PriorModel(mean=none, basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
         if not n:
             models = models[:1]
-        self.speed = self.surrogate(models, points[rows], values, candidate_points)
+        self.speed = throughput_model(models, points[rows], values, candidate_points)
         self.best = float(values.max()) if n else None
 
     def _memory(

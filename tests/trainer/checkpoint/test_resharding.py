@@ -1,6 +1,7 @@
 """A training that resumes with another strategy on other ranks equals one without an interruption."""
 
 import functools
+import itertools
 
 import pytest
 import resharding
@@ -34,6 +35,11 @@ SLOW = [
     ("gpt2", "pp2 uneven", "pp2 interleaved"),
     ("gpt2", "zero1", "runs"),
     ("mixtral", "runs", "ep2+zero3"),
+]
+EVERY = [
+    pytest.param(*cell, marks=pytest.mark.exhaustive)
+    for cell in itertools.product(resharding.TABLE_FAMILIES, resharding.STRATEGIES, resharding.STRATEGIES)
+    if cell not in {*QUICK, *SLOW}
 ]
 
 
@@ -76,8 +82,10 @@ def saved(kept, pools, family, strategy):
     return where
 
 
-@pytest.mark.parametrize(("family", "first", "second"), tiered(QUICK, SLOW))
+@pytest.mark.parametrize(("family", "first", "second"), [*tiered(QUICK, SLOW), *EVERY])
 def test_a_resharded_training_equals_an_uninterrupted_one(two, request, kept, tmp_path, family, first, second):
+    if reason := next(filter(None, (resharding.obstacle(family, each) for each in (first, second))), ""):
+        pytest.skip(reason)
     pools = {2: two}
     if any(resharding.ranks(each) == 4 for each in (first, second)):
         pools[4] = request.getfixturevalue("four")
