@@ -35,9 +35,16 @@ test-gpu: $(TEST_STAMP)
 test-exhaustive: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
-# The numeric tests as other machines would compute them, 30 seeds each: hours on two cores.
+# The numeric tests as other machines would compute them, with many seeds: every two values of the vector instructions (older,
+# AVX2, this processor's), MKL for this processor or for any, and one thread or two occur together. Hours on two cores.
+NUMERIC := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -p no:cacheprovider -m "numeric and not exhaustive"
 test-portable: $(TEST_STAMP)
-	$(BIN)/python bench/portability.py $(ARGS)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(NUMERIC) --seeds 0:15 $(ARGS)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(NUMERIC) --seeds 15:30 --threads 2 $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE $(NUMERIC) --seeds 0:15 $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(NUMERIC) --seeds 15:30 --threads 2 $(ARGS)
+	$(NUMERIC) --seeds 15:30 $(ARGS)
+	MKL_CBWR=COMPATIBLE $(NUMERIC) --seeds 0:15 --threads 2 $(ARGS)
 
 # The site in build/site; a broken link ends it.
 docs: $(TEST_STAMP)

@@ -10,9 +10,7 @@ batches of 64.
 Goals, on two cores: one proposal within 0.5 s at 100 trials and 2 s at 1,000; a batch within 5 s; constant memory.
 """
 
-import argparse
 import gc
-import json
 import math
 import statistics
 import time
@@ -22,10 +20,10 @@ from typing import Any
 
 import numpy as np
 import psutil
+from common import machine, parser, write_json
 from redline.base.device import usable_cores
 from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.results import Measurement, Status, Trial
-from redline.results.environment import host, versions
 from redline.space import Config, Space
 from redline.tuner.samplers import make_sampler, sampler_names
 
@@ -123,15 +121,15 @@ def memory(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sampler", default="bayes", choices=sampler_names())
-    parser.add_argument("--trials", type=int, nargs="+", default=[100, 1000])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--repeats", type=int, default=5, help="proposals after the first")
-    parser.add_argument("--prior", default="estimator", choices=["estimator", "noise", "none"])
-    parser.add_argument("--memory-trials", type=int, default=0, help="also measure memory over so many trials")
-    parser.add_argument("--out", type=Path, help="JSON with the figures, the machine and the versions")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--sampler", default="bayes", choices=sampler_names())
+    options.add_argument("--trials", type=int, nargs="+", default=[100, 1000])
+    options.add_argument("--batch", type=int, nargs="+", default=[1, 64])
+    options.add_argument("--repeats", type=int, default=5, help="proposals after the first")
+    options.add_argument("--prior", default="estimator", choices=["estimator", "noise", "none"])
+    options.add_argument("--memory-trials", type=int, default=0, help="also measure memory over so many trials")
+    options.add_argument("--out", type=Path, help="JSON with the figures, the machine and the versions")
+    arguments = options.parse_args()
     space = space_of()
     prior = arguments.prior if arguments.sampler == "bayes" else "none"
     options: dict[str, Any] = {}
@@ -141,8 +139,7 @@ def main() -> None:
         "sampler": arguments.sampler,
         "prior": prior,
         "points": len(space),
-        "host": {**host(), "name": None, "cores": usable_cores()},
-        "versions": versions(),
+        "machine": machine(),
         "seconds": {},
     }
     print(f"{arguments.sampler}, prior {prior}: {len(space):,} valid configurations, {usable_cores()} cores")
@@ -164,9 +161,7 @@ def main() -> None:
         report["memory_mib"] = {str(trials): round(mib, 1) for trials, mib, _ in marks}
         report["slowest_batch"] = round(max(seconds for *_, seconds in rows), 3)
         print(f"the slowest batch took {report['slowest_batch']:.2f} s")
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import collections
 import contextlib
 import json
 import os
-import platform
 import random
 import shlex
 import signal
@@ -36,12 +35,11 @@ import sys
 import tempfile
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
-from pages import put
+from common import RESULTS, machine, markdown, parser, put, read_json, write_json
 from redline.base.errors import StorageUnavailable
 from redline.results import View
 from redline.service.records import SearchState
@@ -78,24 +76,23 @@ while cluster.head_node.remaining_processes_alive():
     time.sleep(0.2)
 os._exit(1)
 """
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     """Runs the benchmark and writes its results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--searches", type=int, default=8, help="searches that are queued or run")
-    parser.add_argument("--trials", type=int, default=5, help="of a search")
-    parser.add_argument("--at-once", type=int, default=3, help="searches at once")
-    parser.add_argument("--every", type=float, default=5.0, help="average seconds from a recovery to the next kill")
-    parser.add_argument("--kinds", nargs="+", metavar="NAME", help="kinds of processes to kill; by default all")
-    parser.add_argument("--nodes", type=int, default=0, help="join a Ray cluster of a head and this many nodes")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--storage", help="URL of a database; by default SQLite in a temporary folder")
-    parser.add_argument("--out", type=Path, help="where to write the results, as JSON")
-    parser.add_argument("--write", type=Path, help="a page into which the table of all results is written")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--kills", type=int, default=200)
+    options.add_argument("--searches", type=int, default=8, help="searches that are queued or run")
+    options.add_argument("--trials", type=int, default=5, help="of a search")
+    options.add_argument("--at-once", type=int, default=3, help="searches at once")
+    options.add_argument("--every", type=float, default=5.0, help="average seconds from a recovery to the next kill")
+    options.add_argument("--kinds", nargs="+", metavar="NAME", help="kinds of processes to kill; by default all")
+    options.add_argument("--nodes", type=int, default=0, help="join a Ray cluster of a head and this many nodes")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--storage", help="URL of a database; by default SQLite in a temporary folder")
+    options.add_argument("--out", type=Path, help="where to write the results, as JSON")
+    options.add_argument("--write", type=Path, help="a page into which the table of all results is written")
+    arguments = options.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its child processes end with it
     bad = False
     if arguments.kills:
@@ -103,10 +100,9 @@ def main() -> None:
             results = Chaos(Path(folder), arguments).run()
         print(json.dumps(results, indent=2))
         bad = bool(results["lost"] or results["repeated"] or results["hung"])
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(arguments.out, results)
     if arguments.write is not None:
-        every = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("service-chaos-*.json"))]
+        every = [read_json(file) for file in sorted(RESULTS.glob("service-chaos-*.json"))]
         put(arguments.write, "chaos", table(every))
     sys.exit(bad)
 
@@ -260,8 +256,7 @@ class Chaos:
             },
             **results,
             "hung": hung,
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "versions": {name: metadata.version(name) for name in ("torch", "optuna", "sqlalchemy", "ray")},
+            "machine": machine("sqlalchemy"),
         }
 
     def _run(self) -> bool:
@@ -387,22 +382,15 @@ def _free_port() -> int:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Returns the results of several runs as a table in Markdown."""
-    kinds = sorted({kind for result in results for kind in result["by_kind"]})
-    lines = [f"| | {' | '.join(result['service'] for result in results)} |", f"|---|{'---|' * len(results)}"]
-    for name in ("kills", "searches", "minutes"):
-        lines.append(f"| {name} | {' | '.join(str(result[name]) for result in results)} |")
-    for name, title in (("lost", "trials lost"), ("repeated", "trials repeated")):
-        lines.append(f"| {title} | {' | '.join(str(len(result[name])) for result in results)} |")
-    lines.append(f"| hung | {' | '.join('yes' if result['hung'] else 'no' for result in results)} |")
-    for kind in kinds:
+    rows = [[name, *(result[name] for result in results)] for name in ("kills", "searches", "minutes")]
+    rows += [[f"trials {name}", *(len(result[name]) for result in results)] for name in ("lost", "repeated")]
+    rows.append(["hung", *("yes" if result["hung"] else "no" for result in results)])
+    for kind in sorted({kind for result in results for kind in result["by_kind"]}):
         cells = [result["by_kind"].get(kind) for result in results]
-        texts = ["" if cell is None else f"{cell['kills']}: {cell['quiet_s']} s" for cell in cells]
-        lines.append(f"| {kind} | {' | '.join(texts)} |")
-    machine = ", ".join(dict.fromkeys(result["machine"] for result in results))
-    note = (
-        f"For each kind of process the kills, and the median time until a trial started or ended again; on {machine}."
-    )
-    return "\n".join([*lines, "", note])
+        rows.append([kind, *("" if cell is None else f"{cell['kills']}: {cell['quiet_s']} s" for cell in cells)])
+    note = "For each kind of process the kills, and the median time until a trial started or ended again"
+    machines = "; ".join(dict.fromkeys(result["machine"] for result in results))
+    return f"{markdown(['', *(result['service'] for result in results)], rows)}\n\n{note}; on {machines}"
 
 
 if __name__ == "__main__":

@@ -16,22 +16,20 @@ another cluster. The exit code is 1 unless these counts are zero:
 - unnamed: drivers that ended with another exit code than 1, or without a sentence about Ray, after losing their cluster.
 """
 
-import argparse
 import collections
 import contextlib
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from importlib import metadata
 from pathlib import Path
 
 import psutil
+from common import machine, parser, write_json
 from redline.base.errors import RedlineError
 from redline.results import View
 
@@ -294,15 +292,15 @@ def inject(study: Study, draw: random.Random, most: int, kills: collections.Coun
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--each", type=int, default=8, help="kills of one study at most")
-    parser.add_argument("--trials", type=int, default=12, help="of one study")
-    parser.add_argument("--runners", nargs="+", choices=sorted(VICTIMS), default=["local", "ray", JOINED])
-    parser.add_argument("--kinds", nargs="+", default=[], help="of processes that are killed; all without it")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--kills", type=int, default=200)
+    arguments.add_argument("--each", type=int, default=8, help="kills of one study at most")
+    arguments.add_argument("--trials", type=int, default=12, help="of one study")
+    arguments.add_argument("--runners", nargs="+", choices=sorted(VICTIMS), default=["local", "ray", JOINED])
+    arguments.add_argument("--kinds", nargs="+", default=[], help="of processes that are killed; all without it")
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--out", type=Path)
+    options = arguments.parse_args()
     draw = random.Random(options.seed)
     counts, kills = collections.Counter(lost=0, repeated=0, orphaned=0, hung=0, unnamed=0), collections.Counter()
     begin, studies = time.monotonic(), 0
@@ -322,13 +320,10 @@ def main() -> None:
         "kills": dict(sorted(kills.items())),
         "studies": studies,
         "minutes": round((time.monotonic() - begin) / 60, 1),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in ("ray", "optuna")},
+        "machine": machine(),
         "seed": options.seed,
     }
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(options.out, results)
     print(json.dumps(results, indent=1))
     sys.exit(any(counts.values()))
 

@@ -11,7 +11,6 @@ The observer's cost is that of the smallest training there is, run in turns with
 weights on batches of four, whose step takes less than 0.3 ms. Goals: 50 µs a step, 10 ms at the start of Python.
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from common import parser
 from redline.base.device import detect
 from redline.results import Status
 from redline.runners import LocalRunner, TrialRequest, TrialTerms
@@ -66,10 +66,10 @@ def observer_cost(rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=15, help="of the training with and without the observer")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--trials", type=int, default=20)
+    arguments.add_argument("--rounds", type=int, default=15, help="of the training with and without the observer")
+    options = arguments.parse_args()
     observer_cost(options.rounds)
     space = Space()
     space.choice("x", list(range(options.trials)))

@@ -15,17 +15,15 @@ Every configuration is run by real gloo ranks on this machine and by emulated on
 Results are kept row by row in bench/results/emulate.json; rows that are there are not run again (`--again` drops them).
 """
 
-import argparse
-import json
 import os
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-KEPT = HERE / "results" / "emulate.json"
-PAGE = HERE / "results" / "emulate.md"
+from common import RESULTS, markdown, parser, put, read_json, write_json
+
+KEPT, PAGE = RESULTS / "emulate.json", RESULTS / "emulate.md"
 MODELS = ("llama-tiny", "gpt2-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny")
 ORDERS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -57,33 +55,29 @@ LIMIT_MIB = 2500.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["memory", "time", "ranking"])
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--turns", type=int, default=3, help="turns of the parts with times")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for measuring the steps of one turn")
-    parser.add_argument("--again", action="store_true", help="drop the rows of these parts that are kept")
-    parser.add_argument("--write", action="store_true", help="write the tables alone")
-    options = parser.parse_args()
-    rows: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    if not options.write:
-        if options.again:
-            rows = {key: row for key, row in rows.items() if row["part"] not in options.parts}
-        if "memory" in options.parts:
+    options = parser(__doc__)
+    options.add_argument("--parts", nargs="+", default=["memory", "time", "ranking"])
+    options.add_argument("--models", nargs="+", default=list(MODELS))
+    options.add_argument("--turns", type=int, default=3, help="turns of the parts with times")
+    options.add_argument("--seconds", type=float, default=2.0, help="for measuring the steps of one turn")
+    options.add_argument("--again", action="store_true", help="drop the rows of these parts that are kept")
+    options.add_argument("--write", action="store_true", help="write the tables alone")
+    arguments = options.parse_args()
+    rows: dict[str, Any] = read_json(KEPT)
+    if not arguments.write:
+        if arguments.again:
+            rows = {key: row for key, row in rows.items() if row["part"] not in arguments.parts}
+        if "memory" in arguments.parts:
             os.environ["GLIBC_TUNABLES"] = TUNABLES
-            memory(rows, options.models)
+            memory(rows, arguments.models)
             os.environ.pop("GLIBC_TUNABLES")
-        if "time" in options.parts:
-            times(rows, options.models, options.turns, options.seconds)
-        if "ranking" in options.parts:
-            ranking(rows, options.turns, options.seconds)
+        if "time" in arguments.parts:
+            times(rows, arguments.models, arguments.turns, arguments.seconds)
+        if "ranking" in arguments.parts:
+            ranking(rows, arguments.turns, arguments.seconds)
     tables = written(rows)
     print(tables)
-    page = PAGE.read_text() if PAGE.exists() else ""
-    begin, end = "<!-- bench/emulate.py -->", "<!-- end -->"
-    if begin in page:
-        head, _, rest = page.partition(begin)
-        PAGE.write_text(f"{head}{begin}\n\n{tables}\n{end}{rest.partition(end)[2]}")
+    put(PAGE, "bench/emulate.py", tables)
 
 
 class Sides:
@@ -125,8 +119,7 @@ def agent_of() -> Any:
 
 def keep(rows: dict[str, Any], key: str, row: dict[str, Any]) -> None:
     rows[key] = row
-    KEPT.parent.mkdir(parents=True, exist_ok=True)
-    KEPT.write_text(json.dumps(rows, indent=1))
+    write_json(KEPT, rows)
     print(key, {name: value for name, value in row.items() if name not in ("part",)}, flush=True)
 
 
@@ -237,7 +230,7 @@ def written(rows: dict[str, Any]) -> str:
             f"Memory of {len(apart)} ranks of {len(found)} configurations: median error {statistics.median(apart):.1f} %, "
             f"largest {max(apart):.1f} %. For each configuration the rank that is furthest off, real and emulated, MiB:",
             "",
-            *grid(found, memory_cell),
+            grid(found, memory_cell),
             "",
         ]
     if found := parts["time"]:
@@ -246,7 +239,7 @@ def written(rows: dict[str, Any]) -> str:
             f"Step time of {len(apart)} configurations: median error {statistics.median(apart):.1f} %, largest "
             f"{max(apart):.1f} %. Real and emulated, ms:",
             "",
-            *grid(found, time_cell),
+            grid(found, time_cell),
             "",
         ]
     if found := parts["ranking"]:
@@ -273,14 +266,11 @@ def time_cell(row: dict[str, Any]) -> str:
     return f"{row['real_ms']:.0f} {row['emulated_ms']:.0f} ({off(row['emulated_ms'], row['real_ms']):+.0f} %)"
 
 
-def grid(rows: list[dict[str, Any]], cell: Any) -> list[str]:
-    models = [each for each in MODELS if any(row["model"] == each for row in rows)]
-    lines = [f"| | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
-    for name in CASES:
-        found = {row["model"]: row for row in rows if row["case"] == name}
-        if found:
-            lines.append(f"| {name} | {' | '.join(cell(found[m]) if m in found else '' for m in models)} |")
-    return lines
+def grid(rows: list[dict[str, Any]], cell: Any) -> str:
+    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
+    cells = {(row["case"], row["model"]): cell(row) for row in rows}
+    named = [name for name in CASES if any(case == name for case, _ in cells)]
+    return markdown(["", *models], [[name, *(cells.get((name, model), "") for model in models)] for name in named])
 
 
 if __name__ == "__main__":

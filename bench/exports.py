@@ -25,139 +25,111 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
-from importlib import metadata
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from common import RESULTS, machine, markdown, parser
 from redline.base.device import Device, detect, usable_cores
 from redline.models import workload
-from redline.results.environment import host, versions
+from redline.results import Status
+from redline.runners import LocalRunner, TrialRequest, TrialTerms
+from redline.space import Config
 
-HERE = Path(__file__).resolve().parent
 FILES = {
     "python": "train.py", "trainer": "trainer.yaml", "accelerate": "accelerate.yaml",
     "deepspeed": "deepspeed.json", "lightning": "lightning.yaml",
 }  # fmt: skip
 """The export targets and their file names."""
+DRY_RUN = "dry run"
 WARM_UP = 2
 """Steps of an export that are not counted; the first one is in no time."""
 
 
-@dataclass
-class Row:
-    """Measurements of one side."""
-
-    name: str
-    loss: float = float("nan")
-    """Loss of the first step."""
-    step_ms: list[float] = field(default_factory=list)
-    """Median step time of each turn."""
-    failed: str = ""
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.step_ms) if self.step_ms else float("nan")
-
-
 def main() -> None:
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument("--models", nargs="+", default=["llama-tiny", "bert-tiny"])
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--global-batch", type=int, default=16)
-    parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--fix", action="append", help="a fixed knob; fusion=false and kernels=false if none is given")
-    parser.add_argument("--turns", type=int, default=3, help="measurements of each side")
-    parser.add_argument("--steps", type=int, default=16, help="steps of an export in a turn")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    options = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--models", nargs="+", default=["llama-tiny", "bert-tiny"])
+    options.add_argument("--devices", type=int, default=2)
+    options.add_argument("--global-batch", type=int, default=16)
+    options.add_argument("--trials", type=int, default=12)
+    options.add_argument("--fix", action="append", help="a fixed knob; fusion=false and kernels=false if none is given")
+    options.add_argument("--turns", type=int, default=3, help="measurements of each side")
+    options.add_argument("--steps", type=int, default=16, help="steps of an export in a turn")
+    options.add_argument("--out", type=Path, default=RESULTS)
+    arguments = options.parse_args()
     device = detect()
-    options.out.mkdir(parents=True, exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.models:
-            part = compare(name, device, options, Path(folder, name))
-            print(part, flush=True)
-            path = options.out / f"exports-{name}-{options.devices}x{device.type}.md"
-            path.write_text(f"# Exports on {options.devices} x {device.name}\n\n{part}{footer(options)}")
+        for name in arguments.models:
+            section = compare(name, device, arguments, Path(folder, name))
+            print(section, flush=True)
+            path = arguments.out / f"exports-{name}-{arguments.devices}x{device.type}.md"
+            path.write_text(
+                f"# Exports on {arguments.devices} x {device.name}\n\n{section}\n"
+                f"Medians of {arguments.turns} turns of {arguments.steps - WARM_UP} steps each.\n\n"
+                f"    {shlex.join(['python', *sys.argv])}\n\n{machine('accelerate', 'deepspeed', 'lightning')}\n"
+            )
             print(f"wrote {path}")
 
 
-def compare(name: str, device: Device, options: argparse.Namespace, folder: Path) -> str:
+def compare(name: str, device: Device, arguments: argparse.Namespace, folder: Path) -> str:
     """Tunes a model, exports the winner, measures all sides, and returns the section of the report."""
     import yaml
 
     folder.mkdir()
     run = str(folder / "run")
     redline = [sys.executable, "-m", "redline.cli"]
-    sizes = ["--devices", str(options.devices), "--global-batch", str(options.global_batch)]
-    how = ["--runner", "local", "--trials", str(options.trials), "--out", run]
-    for held in options.fix or ("fusion=false", "kernels=false"):
-        how += ["--fix", held]
-    subprocess.run([*redline, "tune", name, *sizes, *how], check=True, stdout=subprocess.DEVNULL)
+    search = ["--devices", str(arguments.devices), "--global-batch", str(arguments.global_batch), "--runner", "local"]
+    search += ["--trials", str(arguments.trials), "--out", run]
+    for knob in arguments.fix or ("fusion=false", "kernels=false"):
+        search += ["--fix", knob]
+    subprocess.run([*redline, "tune", name, *search], check=True, stdout=subprocess.DEVNULL)
     config = yaml.safe_load(Path(run, "best.yaml").read_text())["best"]["configuration"]
     print(f"{name}: {config}", flush=True)
     starts = {}
     for target, file in FILES.items():
-        done = subprocess.run(
-            [*redline, "export", run, "--to", target, "-o", str(folder / file)],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
+        export = [*redline, "export", run, "--to", target, "-o", str(folder / file)]
+        done = subprocess.run(export, check=True, capture_output=True, text=True)
         (starts[target],) = re.findall(r"^Start: (.*)$", done.stderr, re.MULTILINE)
-    load = workload(name, global_batch=options.global_batch)
-    dry = Row("dry run")
-    rows = {target: Row(f"`{target}`") for target in FILES}
-    with runner(load, device, options) as trials:
-        for turn in range(options.turns):
-            measured = dry_run(trials, config, turn)
-            dry.loss = measured.loss
-            dry.step_ms.append(measured.step_ms)
-            for target, row in rows.items():
+    trained = workload(name, global_batch=arguments.global_batch)
+    threads = max(1, usable_cores() // arguments.devices) if device.type == "cpu" else None
+    losses: dict[str, float] = {}
+    step_ms: dict[str, list[float]] = defaultdict(list)
+    failures: dict[str, str] = {}
+    with LocalRunner(trained, TrialTerms(device=device, devices=arguments.devices, threads=threads)) as runner:
+        for turn in range(arguments.turns):
+            measurement = runner.run(TrialRequest(config=Config(config), number=turn))
+            if measurement.status is not Status.OK:
+                raise SystemExit(f"the dry run ended as {measurement.status}: {measurement.reason}")
+            losses[DRY_RUN] = measurement.loss
+            step_ms[DRY_RUN].append(measurement.step_ms)
+            for target in FILES:
                 try:
-                    printed = train(target, starts[target], config, name, options, folder)
+                    printed = train(target, starts[target], config, name, arguments, folder)
                 except subprocess.CalledProcessError as error:
-                    row.failed = error.stderr.strip().splitlines()[-1][:200]
+                    failures[target] = error.stderr.strip().splitlines()[-1][:200]
                     print(f"{error.stdout[-1000:]}\n{error.stderr[-4000:]}\n{target} failed", flush=True)
                     continue
-                row.loss = printed["losses"][0]
-                row.step_ms.append(statistics.median(printed["step_ms"][WARM_UP - 1 :]))
-    return report(load, config, dry, list(rows.values()))
-
-
-def runner(load: Any, device: Device, options: argparse.Namespace) -> Any:
-    from redline.runners.place.local import LocalRunner
-    from redline.runners.runner import TrialTerms
-
-    threads = max(1, usable_cores() // options.devices) if device.type == "cpu" else None
-    return LocalRunner(load, TrialTerms(device=device, devices=options.devices, threads=threads))
-
-
-def dry_run(trials: Any, config: dict[str, Any], number: int) -> Any:
-    from redline.results import Status
-    from redline.runners.runner import TrialRequest
-    from redline.space import Config
-
-    measured = trials.run(TrialRequest(config=Config(config), number=number))
-    if measured.status is not Status.OK:
-        raise SystemExit(f"the dry run ended as {measured.status}: {measured.reason}")
-    return measured
+                losses[target] = printed["losses"][0]
+                step_ms[target].append(statistics.median(printed["step_ms"][WARM_UP - 1 :]))
+    return report(trained, config, losses, step_ms, failures)
 
 
 def train(
-    target: str, start: str, config: dict[str, Any], name: str, options: argparse.Namespace, folder: Path
+    target: str, start: str, config: dict[str, Any], name: str, arguments: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
     """Runs an export by the command it names; returns the losses and step times (ms) that its training printed.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
-    more = ["--steps", str(options.steps)]
+    more = ["--steps", str(arguments.steps)]
     if target == "python":
         more += ["--log-every", "1"]
     else:
-        script = f"{HERE / 'export_trainers.py'} {target} {FILES[target]}"
+        script = f"{Path(__file__).with_name('export_trainers.py')} {target} {FILES[target]}"
         start = re.sub(r" \S*train\.py\b.*", f" {script}", start)
-        more += ["--model", name, "--global-batch", str(options.global_batch)]
+        more += ["--model", name, "--global-batch", str(arguments.global_batch)]
         more += ["--micro-batch", str(config["micro_batch"]), "--grad-accum", str(config["grad_accum"])]
         more += ["--attention", config["attention"]] if config.get("attention") else []
         more += ["--fused"] if config.get("fused_optimizer") else []
@@ -165,10 +137,8 @@ def train(
         more += ["--checkpoint"] if config.get("checkpoint_ratio") and target != "trainer" else []
         more += ["--reshard"] if config.get("zero") == 3 and target == "lightning" else []
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", f"{start} {shlex.join(more)}"],
-        cwd=folder, env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    command = ["bash", "-c", f"{start} {shlex.join(more)}"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     if target == "python":
         lines = re.findall(r"loss (\S+)  (\S+) ms", done.stdout)
         return {"losses": [float(loss) for loss, _ in lines], "step_ms": [float(ms) for _, ms in lines[1:]]}
@@ -176,48 +146,34 @@ def train(
     return json.loads(line)
 
 
-def report(load: Any, config: dict[str, Any], dry: Row, rows: list[Row]) -> str:
+def report(
+    trained: Any, config: dict[str, Any], losses: dict[str, float], step_ms: dict[str, list[float]], failures: dict[str, str]
+) -> str:  # fmt: skip
     """Returns the section of a model in Markdown."""
     import torch
     from redline.schedule.comparison import allowance, loss_allowance
 
-    tokens = load.global_batch * load.seq_len
+    tokens = trained.global_batch * trained.seq_len
     with torch.device("meta"):
         half = torch.bfloat16 if str(config.get("precision", "")).startswith("bf16") else None
-        allowed = loss_allowance(allowance(load.build_model(config), tokens, dtype=half), tokens)
-    lines = [
-        f"## {load.name}",
-        "",
-        "| side | first loss | apart | equal | step, ms (turns) | tokens/s | of the dry run's |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in (dry, *rows):
-        if not row.step_ms:
-            lines.append(f"| {row.name} | {row.failed} | | | | | |")
-            continue
-        apart = abs(row.loss / dry.loss - 1)
-        turns = ", ".join(f"{each:.0f}" for each in row.step_ms)
+        allowed = loss_allowance(allowance(trained.build_model(config), tokens, dtype=half), tokens)
+    medians = {name: statistics.median(times) for name, times in step_ms.items()}
+    rows = []
+    for name, median in medians.items():
+        apart = abs(losses[name] / losses[DRY_RUN] - 1)
         # The script prints six decimal places.
-        equal = "" if row is dry else "yes" if apart <= allowed + 5e-7 / dry.loss else "**no**"
-        lines.append(
-            f"| {row.name} | {row.loss:.6f} | {'' if row is dry else f'{apart:.1e}'} | {equal} | "
-            f"{row.median:.1f} ({turns}) | {tokens / row.median * 1e3:,.0f} | {dry.median / row.median:.2f} |"
-        )
+        equal = "yes" if apart <= allowed + 5e-7 / losses[DRY_RUN] else "**no**"
+        turns = ", ".join(f"{ms:.0f}" for ms in step_ms[name])
+        rows.append((
+            name, f"{losses[name]:.6f}", *(("", "") if name == DRY_RUN else (f"{apart:.1e}", equal)),
+            f"{median:.1f} ({turns})", f"{tokens / median * 1e3:,.0f}", f"{medians[DRY_RUN] / median:.2f}",
+        ))  # fmt: skip
+    rows += [(name, reason, *[""] * 5) for name, reason in failures.items() if name not in medians]
+    header = ("side", "first loss", "apart", "equal", "step, ms (turns)", "tokens/s", "of the dry run's")
     winner = ", ".join(f"{knob}={value}" for knob, value in config.items())
-    return "\n".join([*lines, "", f"Winner: {winner}. Equal is within {allowed:.1e} of the loss.", ""])
-
-
-def footer(options: argparse.Namespace) -> str:
-    """Returns the command, hardware and versions."""
-    where = host()
-    frameworks = ("accelerate", "deepspeed", "lightning")
-    known = {**versions(), **{name: metadata.version(name) for name in frameworks}}
     return (
-        f"\nMedians of {options.turns} turns of {options.steps - WARM_UP} steps each.\n\n"
-        f"    {shlex.join(['python', *sys.argv])}\n\n"
-        f"{where['system']}, {where['cores']} cores, {where['memory_mib']:,} MiB. "
-        + ", ".join(f"{name} {version}" for name, version in known.items())
-        + ".\n"
+        f"## {trained.name}\n\n{markdown(header, rows)}\n\n"
+        f"Winner: {winner}. Equal is within {allowed:.1e} of the loss.\n"
     )
 
 

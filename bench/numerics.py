@@ -8,10 +8,7 @@ Each cell trains a tiny model of the family for three steps on one process and o
 the loss of the first step, every gradient and every weight. The exit status is 1 if a cell deviates.
 """
 
-import argparse
-import json
 import multiprocessing
-import platform
 import sys
 import tempfile
 import threading
@@ -20,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import Empty
 
+from common import machine, markdown, parser, read_json, write_json
 from redline.models import Workload
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -31,17 +29,15 @@ CELL_SECONDS = 300
 
 def main() -> int:
     """Runs the table, prints it, and writes it if requested."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--family", action="append", choices=sorted(numerics.FAMILIES))
-    parser.add_argument("--combination", action="append", choices=list(numerics.COMBINATIONS))
-    parser.add_argument("--write", type=Path, help="a Markdown file")
-    parser.add_argument("--keep", type=Path, help="a JSON file: passed cells are written to it and not run again")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--family", action="append", choices=sorted(numerics.FAMILIES))
+    arguments.add_argument("--combination", action="append", choices=list(numerics.COMBINATIONS))
+    arguments.add_argument("--write", type=Path, help="a Markdown file")
+    arguments.add_argument("--keep", type=Path, help="a JSON file: passed cells are written to it and not run again")
+    options = arguments.parse_args()
     families = options.family or list(numerics.FAMILIES)
     combinations = options.combination or list(numerics.COMBINATIONS)
-    kept: dict[str, dict[str, float]] = {}
-    if options.keep and options.keep.exists():
-        kept = json.loads(options.keep.read_text(encoding="utf-8"))
+    kept: dict[str, dict[str, float]] = read_json(options.keep)
     found: dict[tuple[str, str], str | float] = {}
     excluded: set[tuple[str, str]] = set()
     due: dict[int, list[tuple[str, str]]] = {}
@@ -66,9 +62,9 @@ def main() -> int:
                 found[cell] = outcome
                 shown = f"{outcome:.1e}" if isinstance(outcome, float) else f"FAILED\n{outcome}"
                 print(f"{cell[0]:12} {cell[1]:18} {shown}", flush=True)
-                if options.keep and isinstance(outcome, float):
+                if isinstance(outcome, float):
                     kept.setdefault(cell[0], {})[cell[1]] = outcome
-                    options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+                    write_json(options.keep, kept)
     failed = [cell for cell, value in found.items() if isinstance(value, str) and cell not in excluded]
     spread = [each for each in combinations if {"ep", "etp"} & numerics.COMBINATIONS[each].keys()]
     unlike = [each for each in combinations if "strategy" in numerics.COMBINATIONS[each]]
@@ -81,7 +77,15 @@ def main() -> int:
         text += f"\n{RUNS}{meant}\n\n{table(found, families, unlike, failed)}"
     print("\n" + text)
     if options.write:
-        options.write.write_text(page(text), encoding="utf-8")
+        page = PAGE.format(
+            table=text,
+            samples=numerics.SAMPLES,
+            steps=numerics.STEPS,
+            rate=numerics.LEARNING_RATE,
+            epsilon=numerics.EPSILON,
+            machine=machine(),
+        )
+        options.write.write_text(page, encoding="utf-8")
     return 1 if failed else 0
 
 
@@ -145,7 +149,7 @@ def table(
 ) -> str:
     """Returns a Markdown table with a note for each unsupported cell."""
     notes: list[str] = []
-    lines = ["| family | " + " | ".join(combinations) + " |", "|---" * (len(combinations) + 1) + "|"]
+    rows = []
     for family in families:
         shown = []
         for combination in combinations:
@@ -159,31 +163,15 @@ def table(
                 if note not in notes:
                     notes.append(note)
                 shown.append(f"({notes.index(note) + 1})")
-        lines.append(f"| {family} | " + " | ".join(shown) + " |")
-    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]) + "\n"
+        rows.append([family, *shown])
+    numbered = "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))
+    return f"{markdown(['family', *combinations], rows)}\n\n{numbered}\n"
 
 
 def in_words(config: "Mapping[str, object]") -> str:
     """A configuration's knobs as a command names them."""
     return ", ".join(
         f'`{name}="{value}"`' if name == "strategy" else f"`{name}={value}`" for name, value in config.items()
-    )
-
-
-def page(text: str) -> str:
-    """Returns bench/results/numerics.md."""
-    import torch
-    import transformers
-
-    return PAGE.format(
-        table=text,
-        samples=numerics.SAMPLES,
-        steps=numerics.STEPS,
-        rate=numerics.LEARNING_RATE,
-        epsilon=numerics.EPSILON,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
     )
 
 
@@ -199,8 +187,8 @@ Runs of blocks that are cut and shared out unlike each other, on two and four ra
 """
 PAGE = """# Equal numerics
 
-`python bench/numerics.py --write bench/results/numerics.md` on gloo ranks of one CPU host: Python {python}, torch {torch},
-transformers {transformers}. {steps} steps of {samples} samples, AdamW with learning rate {rate:.0e} and epsilon {epsilon:.0e}. A
+`python bench/numerics.py --write bench/results/numerics.md` on gloo ranks of one CPU host: {machine}
+{steps} steps of {samples} samples, AdamW with learning rate {rate:.0e} and epsilon {epsilon:.0e}. A
 number is the largest difference of a gradient, relative to the largest in its tensor; docs/numerics.md has the method and the
 tolerance. A note has the reason why a combination is not supported.
 

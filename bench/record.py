@@ -3,41 +3,39 @@
 The table is the input of `bench/tables/recorded.py` and `bench/search.py`: one row for each configuration, its knobs,
 `status` (`ok`, `oom`, `crash`, `timeout`, `wrong`) with `reason`, `tokens_per_second` (`samples_per_second` for
 images), `step_ms` and its spread, `peak_memory_gib`, and `seconds_total`, the cost of the trial. A knob that does not
-apply to a configuration (`zero` on one replica) has its default. `--passes N` measures successful configurations N
-times, spread over the recording, and keeps the fastest (`measured` counts them): other load on the machine only adds
-time. A YAML beside the table has the facts: the shape of the model, the training, the hardware, the versions, and the
-command.
+apply to a configuration (`zero` on one replica) has its default. A YAML beside the table has the facts: the shape of
+the model, the training, the hardware, the versions, and the command.
 
 Configurations are measured in an order drawn from `--seed`, so that an unfinished table is a fair sample. A call that
 is ended (or whose `--time` is up) loses at most one row: the same command continues it.
 """
 
 import argparse
-import contextlib
 import csv
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import parser
 from redline.base.device import usable_cores
 from redline.base.errors import RedlineError, UsageError
 from redline.cli.options import fixes_of, values_of
 from redline.estimator.measuring import measure
 from redline.models import flops_of
 from redline.models.request import TrainingRequest
+from redline.results import Measurement
 from redline.results.environment import versions
 from redline.runners import LocalRunner, Reference, Runner, TimingPlan, TrialRequest, TrialTerms
 from redline.space import Config, Space
 from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
 from redline.tuner.request.target import Task, resolve_task
 
-MEASURED = ("status", "reason", "step_ms", "step_ms_spread", "peak_memory_gib", "seconds_total", "measured")
+MEASURED = ("status", "reason", "step_ms", "step_ms_spread", "peak_memory_gib", "seconds_total")
 # Names of the numbers of a shape in a transformers configuration, by the column of the facts.
 SHAPE = {
     "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
@@ -143,15 +141,14 @@ class Table:
     def key(self, config: Config) -> tuple[str, ...]:
         return tuple(str(value) for value in knobs_of(self.space, config).values())
 
-    def done(self, config: Config, passes: int) -> bool:
-        """Returns True if it was measured so often; a failed configuration does not run again."""
-        row = self.rows.get(self.key(config))
-        return row is not None and (row["status"] != "ok" or int(row["measured"]) >= passes)
+    def has(self, config: Config) -> bool:
+        return self.key(config) in self.rows
 
-    def add(self, config: Config, measurement: Any) -> None:
+    def add(self, config: Config, measurement: Measurement) -> None:
         """Adds a row and writes the table."""
         peak = measurement.peak_memory_mib
-        values = {
+        self.rows[self.key(config)] = {
+            **dict(zip(self.columns, self.key(config))),
             "status": str(measurement.status),
             "reason": measurement.reason,
             "step_ms": _text(measurement.step_ms, 2),
@@ -160,39 +157,16 @@ class Table:
             "seconds_total": _text(measurement.seconds_total, 2),
             self.objective: _text(getattr(measurement, self.objective), 1),
         }
-        key = self.key(config)
-        before = self.rows.get(key)
-        values["measured"] = str(1 + (0 if before is None else int(before["measured"])))
-        if before is not None and measurement.ok and float(before["step_ms"]) <= measurement.step_ms:
-            values = {**before, "measured": values["measured"]}
-        self.rows[key] = {**dict(zip(self.columns, key)), **values}
         partial = self.path.with_suffix(".partial")
         with partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(self.rows[each] for each in sorted(self.rows, key=self.order.__getitem__))
+            writer.writerows(self.rows[key] for key in sorted(self.rows, key=self.order.__getitem__))
         os.replace(partial, self.path)
 
 
 def _text(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
-
-
-def record(table: Table, runner: Runner, left: list[Config], reference: Reference | None, watch: Stopwatch) -> int:
-    """Measures configurations until none is left or the time is up; returns how many were measured."""
-    failed: set[Config] = set()
-    for done, config in enumerate(left):
-        if watch.left <= 0:
-            return done
-        if config in failed:
-            continue
-        measurement = runner.run(TrialRequest(config=config, number=done, reference=reference))
-        table.add(config, measurement)
-        if not measurement.ok:
-            failed.add(config)
-        outcome = _text(getattr(measurement, table.objective), 0) or measurement.reason[:60]
-        print(f"{len(table.rows):5d}  {measurement.status:<8}{outcome:<62}{config}", flush=True)
-    return len(left)
 
 
 def reference_of(runner: Runner, space: Space) -> Reference | None:
@@ -209,34 +183,27 @@ def reference_of(runner: Runner, space: Space) -> Reference | None:
     return None
 
 
-@contextlib.contextmanager
-def made(task: Task, options: argparse.Namespace) -> Iterator[tuple[TrialTerms, Runner]]:
-    """Returns the terms of every trial, and the started runner."""
-    limit = parse_memory(options.memory_limit)
-    threads = options.threads or max(1, usable_cores() // task.devices)
-    terms = TrialTerms(
+def terms_of(task: Task, arguments: argparse.Namespace) -> TrialTerms:
+    """Returns the terms of every trial."""
+    threads = arguments.threads or max(1, usable_cores() // task.devices)
+    return TrialTerms(
         device=task.device,
         devices=task.devices,
-        memory_limit_mib=limit,
-        timeout_s=parse_duration(options.trial_timeout, "trial timeout"),
+        memory_limit_mib=parse_memory(arguments.memory_limit),
+        timeout_s=parse_duration(arguments.trial_timeout, "trial timeout"),
         threads=threads if task.device.type == "cpu" else None,
         plan=TimingPlan(
             warmup_min_steps=1,
             warmup_max_steps=4,
             steady_within=0.1,
-            seconds=parse_duration(options.measure_time, "measure time"),
+            seconds=parse_duration(arguments.measure_time, "measure time"),
         ),
-        seed=options.seed,
+        seed=arguments.seed,
     )
-    assert task.workload is not None
-    flops_of(task.workload).per_sample  # counted once, here
-    with LocalRunner(task.workload, terms) as runner:
-        runner.wait_ready()
-        yield terms, runner
 
 
-def write_facts(path: Path, facts: dict[str, Any], terms: TrialTerms, refresh: bool) -> None:
-    """Writes the YAML beside the table if there is none or if `anew`; it measures the machine.
+def write_facts(path: Path, facts: dict[str, Any], terms: TrialTerms) -> None:
+    """Measures the machine and writes the YAML beside the table, if there is none.
 
     Raises:
         UsageError: there is one, with rows measured on other terms.
@@ -252,63 +219,63 @@ def write_facts(path: Path, facts: dict[str, Any], terms: TrialTerms, refresh: b
                     f"the rows so far were measured with {part} {earlier}, but now it is {now}; "
                     f"give the command in '{path}', or another --out"
                 )
-        if not refresh:
-            return
-        facts = facts | {key: before[key] for key in ("recorded", "command", "versions") if key in before}
+        return
     if (numbers := numbers_of(terms)) is not None:
         facts["hardware"]["numbers"] = numbers
     path.write_text(yaml.safe_dump({"name": path.stem, **facts}, sort_keys=False, width=110))
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a preset, or FILE.py:NAME")
-    parser.add_argument("--out", type=Path, required=True, help="the table, a CSV")
-    parser.add_argument("--devices", type=int, default=1, help="ranks of a trial")
-    parser.add_argument("--threads", type=int, help="CPU threads of a rank (default: the cores, shared)")
-    parser.add_argument("--seq-len", type=int)
-    parser.add_argument("--global-batch", type=int)
-    parser.add_argument("--memory-limit", help="of a rank, as in 300MiB")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KNOB=A,B")
-    parser.add_argument("--fix", dest="fixed", action="append", default=[], metavar="KNOB=V")
-    parser.add_argument("--measure-time", default="1s", help="of each configuration (never fewer than 3 steps)")
-    parser.add_argument("--trial-timeout", default="60s")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data, and the order")
-    parser.add_argument("--passes", type=int, default=1, help="measurements of each successful configuration")
-    parser.add_argument("--time", help="stop after this time, for example 6m; the same command continues")
-    parser.add_argument(
-        "--facts", action="store_true", help="only write the YAML again, with new measurements of the machine"
-    )
-    parser.add_argument("--count", action="store_true", help="print the number of configurations, and stop")
-    options = parser.parse_args(arguments)
-    watch = Stopwatch(parse_duration(options.time))
+def main(words: list[str]) -> None:
+    options = parser(__doc__)
+    options.add_argument("model", help="a preset, or FILE.py:NAME")
+    options.add_argument("--out", type=Path, required=True, help="the table, a CSV")
+    options.add_argument("--devices", type=int, default=1, help="ranks of a trial")
+    options.add_argument("--threads", type=int, help="CPU threads of a rank (default: the cores, shared)")
+    options.add_argument("--seq-len", type=int)
+    options.add_argument("--global-batch", type=int)
+    options.add_argument("--memory-limit", help="of a rank, as in 300MiB")
+    options.add_argument("--set", dest="overrides", action="append", default=[], metavar="KNOB=A,B")
+    options.add_argument("--fix", dest="fixed", action="append", default=[], metavar="KNOB=V")
+    options.add_argument("--measure-time", default="1s", help="of each configuration (never fewer than 3 steps)")
+    options.add_argument("--trial-timeout", default="60s")
+    options.add_argument("--seed", type=int, default=0, help="of weights, data, and the order")
+    options.add_argument("--time", help="stop after this time, for example 6m; the same command continues")
+    arguments = options.parse_args(words)
+    watch = Stopwatch(parse_duration(arguments.time))
     task = resolve_task(
         TrainingRequest(
-            options.model,
-            devices=options.devices,
-            seq_len=options.seq_len,
-            global_batch=options.global_batch,
-            override=values_of(tuple(options.overrides), "--set"),
-            fix=fixes_of(tuple(options.fixed)),
+            arguments.model,
+            devices=arguments.devices,
+            seq_len=arguments.seq_len,
+            global_batch=arguments.global_batch,
+            override=values_of(tuple(arguments.overrides), "--set"),
+            fix=fixes_of(tuple(arguments.fixed)),
         )
     )
-    points = list(task.space)
+    configs = list(task.space)
     objective = "tokens_per_second" if task.workload.seq_len else "samples_per_second"
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    table = Table(options.out, task.space, objective)
-    points = [points[at] for at in np.random.default_rng(options.seed).permutation(len(points))]
-    left = [config for number in range(1, options.passes + 1) for config in points if not table.done(config, number)]
-    print(f"{len(points)} configurations, {len(table.rows)} of them recorded; {len(left)} measurements left")
-    if options.count or not (left or options.facts):
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    table = Table(arguments.out, task.space, objective)
+    order = np.random.default_rng(arguments.seed).permutation(len(configs))
+    left = [configs[index] for index in order if not table.has(configs[index])]
+    print(f"{len(configs)} configurations, {len(table.rows)} of them recorded")
+    if not left:
         return
-    at = arguments.index("--time") if "--time" in arguments else len(arguments)
-    asked = arguments[:at] + arguments[at + 2 :]
-    with made(task, options) as (terms, runner):
-        write_facts(options.out.with_suffix(".yaml"), facts_of(task, terms, asked), terms, refresh=options.facts)
-        if options.facts:
-            return
-        record(table, runner, left, reference_of(runner, task.space), watch)
-    print(f"{len(table.rows)} of {len(points)} configurations are in {options.out}")
+    at = words.index("--time") if "--time" in words else len(words)
+    terms = terms_of(task, arguments)
+    flops_of(task.workload).per_sample  # counted once, here
+    with LocalRunner(task.workload, terms) as runner:
+        runner.wait_ready()
+        write_facts(arguments.out.with_suffix(".yaml"), facts_of(task, terms, [*words[:at], *words[at + 2 :]]), terms)
+        reference = reference_of(runner, task.space)
+        for number, config in enumerate(left):
+            if watch.left <= 0:
+                break
+            measurement = runner.run(TrialRequest(config=config, number=number, reference=reference))
+            table.add(config, measurement)
+            outcome = _text(getattr(measurement, objective), 0) or measurement.reason[:60]
+            print(f"{len(table.rows):5d}  {measurement.status:<8}{outcome:<62}{config}", flush=True)
+    print(f"{len(table.rows)} of {len(configs)} configurations are in {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -17,23 +17,20 @@ peers. A table whose rows all failed is reported separately: the number of dry r
 "nothing feasible".
 """
 
-import argparse
 import csv
 import hashlib
 import json
 import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import redline as rl
+from common import machine, parser
 from peers import PEERS, Ask
 from redline.estimator import find_hardware
 from redline.results import Measurement, Status, Trial
@@ -46,7 +43,6 @@ from tables import Surface, read_folder
 
 CHECKPOINTS = (3, 5, 10, 20, 30, 50)
 COLUMNS = (*(f"after_{n}" for n in CHECKPOINTS), "failed_10", "failed")
-COLOURS = ("#d62728", "#ff7f0e", "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#17becf")
 Tables = Mapping[str, Mapping[str, float]]
 """Figures by name of the table."""
 
@@ -232,38 +228,6 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-def plot(path: Path, curves: Mapping[str, np.ndarray]) -> None:
-    """Writes the mean fraction of the best over dry runs as SVG, with a line for each sampler."""
-    width, height, left, top = 640, 400, 50, 12
-    trials = max(len(curve) for curve in curves.values())
-
-    def x(n: float) -> float:
-        return left + (n - 1) / (trials - 1) * (width - left - 160)
-
-    def y(share: float) -> float:
-        return top + (1 - share) / 0.8 * (height - top - 40)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0):
-        parts.append(f'<path d="M{x(1)} {y(share):.1f}H{x(trials):.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 6}" y="{y(share) + 4:.1f}" text-anchor="end">{share:.0%}</text>')
-    for n in (1, *CHECKPOINTS):
-        parts.append(f'<text x="{x(n):.1f}" y="{y(0.2) + 18:.1f}" text-anchor="middle">{n}</text>')
-    parts.append(f'<text x="{x(trials / 2):.1f}" y="{height - 6}" text-anchor="middle">dry runs</text>')
-    for number, (name, curve) in enumerate(curves.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        line = " ".join(f"{x(n):.1f},{y(max(share, 0.2)):.1f}" for n, share in enumerate(curve, 1))
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        at = f'x="{x(trials) + 10:.1f}" y="{top + 140 + 18 * number}"'
-        parts.append(f'<text {at} fill="{colour}">{name}</text>')
-    path.write_text("\n".join([*parts, "</svg>"]) + "\n")
-    print(f"wrote {path}")
-
-
 def infeasible(surface: Surface, name: str, seed: int) -> str:
     """Returns the result of a whole search on a table whose rows all failed."""
     name, _, kind = name.partition("+")
@@ -283,17 +247,6 @@ def table_figures(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     figures = {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
     figures["to_99"] = float(np.median([run["to_99"] for run in runs]))
     return figures
-
-
-def machine() -> str:
-    """Returns a line that describes this machine."""
-    versions = []
-    for package in ("numpy", "scipy", "torch", "optuna", "HEBO"):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"no {package}")
-    return f"{os.cpu_count()} x {platform.machine()}, Python {platform.python_version()}, {', '.join(versions)}"
 
 
 def summarise(tables: Mapping[str, Tables], seeds: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -347,34 +300,34 @@ def write(folder: Path, records: Sequence[Mapping[str, Any]], rows: Sequence[Map
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument(
         "--tables", "--surfaces", required=True, type=Path, action="append", help="folder of tables; repeatable"
     )
-    parser.add_argument("--only", default="", help="tables whose name contains this, or one of these, by comma")
-    parser.add_argument(
+    options.add_argument("--only", default="", help="tables whose name contains this, or one of these, by comma")
+    options.add_argument(
         "--samplers",
         default="bayes+estimate,bayes,random,optuna-tpe,optuna-gp,hebo-atorch,batch-search",
         help="by comma; NAME:K for K seeds instead of --seeds",
     )
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--trials", type=int, default=max(CHECKPOINTS))
-    parser.add_argument(
+    options.add_argument("--seeds", type=int, default=8)
+    options.add_argument("--trials", type=int, default=max(CHECKPOINTS))
+    options.add_argument(
         "--begin",
         default="sampler",
         choices=("sampler", "default", "random"),
         help="the first dry run: the sampler's proposal, the default configuration as in `redline tune`, or a random one",
     )
-    parser.add_argument("--cache", type=Path, help="folder that caches searches for the next run of the same code")
-    parser.add_argument("--out", type=Path, help="folder for search.csv, search-summary.csv and search.svg")
-    arguments = parser.parse_args()
+    options.add_argument("--cache", type=Path, help="folder that caches searches for the next run of the same code")
+    options.add_argument("--out", type=Path, help="folder for search.csv and search-summary.csv")
+    arguments = options.parse_args()
     wanted = [part for part in arguments.only.split(",") if part]
     surfaces = [surface for folder in arguments.tables for surface in read_folder(folder)]
     surfaces = [s for s in surfaces if not wanted or any(w in s.name for w in wanted)]
     records: list[dict[str, Any]] = []
     tables: dict[str, Tables] = {}
-    curves, seeds = {}, {}
-    print(machine())
+    seeds = {}
+    print(machine("scipy"))
     for asked in arguments.samplers.split(","):
         name, _, count = asked.partition(":")
         known = [*sampler_names(), *PEERS]
@@ -382,7 +335,6 @@ def main() -> None:
             raise SystemExit(f"unknown sampler '{name}': {', '.join(known)}")
         seeds[name] = int(count or arguments.seeds)
         found: dict[str, dict[str, float]] = {}
-        lines = []
         for surface in surfaces:
             if surface.best is None:
                 if name.partition("+")[0] in sampler_names():
@@ -391,21 +343,12 @@ def main() -> None:
             runs = []
             for seed in range(seeds[name]):
                 try:
-                    run = cached(
-                        arguments.cache,
-                        surface,
-                        name,
-                        seed,
-                        arguments.trials,
-                        arguments.begin,
-                    )
+                    run = cached(arguments.cache, surface, name, seed, arguments.trials, arguments.begin)
                 except LookupError as error:
                     print(f"{name} on {surface.name}: {error}", file=sys.stderr)
                     break
                 runs.append(measures(run, surface.best))
                 records.append({"sampler": name, "surface": surface.name, "seed": seed, **runs[-1]})
-                values = np.array(run["values"] + [0.0] * (arguments.trials - len(run["values"])))
-                lines.append(np.maximum.accumulate(values) / surface.best)
             if runs:
                 found[surface.name] = figures = table_figures(runs)
                 line = "  ".join(f"{figures[f'after_{n}']:6.1%}" for n in CHECKPOINTS)
@@ -415,14 +358,13 @@ def main() -> None:
                     flush=True,
                 )
         if found:
-            tables[name], curves[name] = found, np.mean(lines, axis=0)
+            tables[name] = found
     if not tables:
         return
     rows = summarise(tables, seeds)
     show(rows)
     if arguments.out:
         write(arguments.out, records, rows)
-        plot(arguments.out / "search.svg", curves)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@
 - filled: lists, the queue and a page of a database with 1,250 and 12,500 searches, of 20 trials each. Goal: within 100 ms (p99).
 """
 
-import argparse
 import asyncio
 import bisect
 import json
 import math
 import multiprocessing
-import platform
 import random
 import re
 import statistics
@@ -36,8 +34,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from pages import put
-from redline.results.environment import host
+from common import machine, markdown, parser, put, read_json, write_json
 from redline.service.records import Contender, SearchState, Share
 from redline.service.scheduling import Kind, decide
 from redline.service.store import Store
@@ -71,22 +68,18 @@ _NUMBER = re.compile(rb'"number":(\d+)')
 
 def main() -> None:
     """Runs the benchmark and writes its results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=list(PARTS))
-    parser.add_argument("--storage", help="URL of an empty database; by default SQLite in a temporary folder")
-    parser.add_argument("--out", type=Path, help="where to write the results, as JSON; other parts in it are kept")
-    parser.add_argument("--write", type=Path, help="a page into which the figures are written")
-    arguments = parser.parse_args()
-    results: dict[str, Any] = {}
-    if arguments.out is not None and arguments.out.exists():
-        results = json.loads(arguments.out.read_text())
-    results["machine"] = host()
+    options = parser(__doc__)
+    options.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=list(PARTS))
+    options.add_argument("--storage", help="URL of an empty database; by default SQLite in a temporary folder")
+    options.add_argument("--out", type=Path, help="where to write the results, as JSON; other parts in it are kept")
+    options.add_argument("--write", type=Path, help="a page into which the figures are written")
+    arguments = options.parse_args()
+    results = read_json(arguments.out) | {"machine": machine("sqlalchemy", "fastapi")}
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.parts:
             results[name] = PARTS[name](Path(folder), arguments.storage)
             print(json.dumps({name: results[name]}), flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(arguments.out, results)
     if arguments.write is not None:
         put(arguments.write, "figures", page_text(results))
 
@@ -379,15 +372,11 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def page_text(results: dict[str, Any]) -> str:
     """Returns the figures in Markdown."""
-    machine, fair, over_http = results["machine"], results["fairness"], results["http"]
-    sent, submission_ms, at_once_ms = (
-        over_http["events"],
-        over_http["submission_ms"],
-        over_http["submission_at_once_ms"],
-    )
+    fair, over_http = results["fairness"], results["http"]
+    sent = over_http["events"]
+    submission_ms, at_once_ms = over_http["submission_ms"], over_http["submission_at_once_ms"]
     lines = [
-        f"`python bench/service.py --write docs/service.md` on {machine['cores']} cores of {machine['system']}, Python "
-        f"{platform.python_version()}, SQLite; server and clients on one host.",
+        f"`python bench/service.py --write docs/service.md`, SQLite; server and clients on one host: {results['machine']}",
         "",
         f"{QUEUED:,} queued searches of {len(WEIGHTS)} users on {DEVICES} devices, in simulated time: the shares of the devices "
         f"are within {100 * fair['worst']:.1f} % of the weights {WEIGHTS} (goal 10 %); a decision takes "
@@ -402,13 +391,14 @@ def page_text(results: dict[str, Any]) -> str:
         "",
     ]
     sizes = results["filled"]
-    columns = " | ".join(f"{size['searches']:,} searches, {size['trials']:,} trials" for size in sizes)
-    lines += [f"| median / p99 (CPU time), ms; goal 100 p99 | {columns} |", f"|---|{'---|' * len(sizes)}"]
+    header = ["median / p99 (CPU time), ms; goal 100 p99"]
+    header += [f"{size['searches']:,} searches, {size['trials']:,} trials" for size in sizes]
+    rows = []
     for name in sizes[0]["ms"]:
         times = [size["ms"][name] for size in sizes]
         cells = [f"{ms['median']:.1f} / {ms['p99']:.1f} ({ms['server_cpu_ms']:.1f})" for ms in times]
-        lines.append(f"| {name if name in PATHS else f'{name} (in the server)'} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name if name in PATHS else f"{name} (in the server)", *cells])
+    return "\n".join([*lines, markdown(header, rows)])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Each is built without memory at its configuration's default sizes, in a process 
 architecture that is refused or not made, and the counts; `--write` writes them as a table.
 """
 
-import argparse
 import importlib
 import inspect
 import multiprocessing
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from common import markdown, parser
 from redline.models.families import schedule_of
 from redline.schedule import create_schedule
 from redline.schedule.parallel.collectives import PlannedMesh
@@ -38,10 +38,10 @@ CUT = ""
 
 def main() -> int:
     """Tries every architecture, or the named ones."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--write", type=Path, help="a Markdown file")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("names", nargs="*")
+    arguments.add_argument("--write", type=Path, help="a Markdown file")
+    options = arguments.parse_args()
     warnings.filterwarnings("ignore")
     names = options.names or [name for name in sorted(CONFIG_MAPPING.keys()) if planned(name)]
     outcomes = {name: tried(name) for name in names}
@@ -115,13 +115,11 @@ def summary(outcomes: dict[str, str]) -> str:
 
 def table(outcomes: dict[str, str]) -> str:
     """The counts, and a row for each architecture that is not sharded."""
-    rows = "".join(
-        f"| `{name}` | {why.replace('|', '/').replace('<', '&lt;')} |\n" for name, why in outcomes.items() if why != CUT
-    )
+    rows = [(f"`{name}`", why.replace("|", "/").replace("<", "&lt;")) for name, why in outcomes.items() if why != CUT]
     return (
         f"# Architectures with a tensor-parallel plan\n\n`python bench/tp_plans.py --write bench/results/tp-plans.md`, "
         f"transformers {transformers.__version__}, two ranks, default sizes: {summary(outcomes)}.\n\n"
-        f"| architecture | reason |\n|---|---|\n{rows}"
+        f"{markdown(('architecture', 'reason'), rows)}\n"
     )
 
 

@@ -2,20 +2,16 @@
 line.
 
     python bench/train.py                      # half an hour on two cores: ten minutes of training, twice
-    python bench/train.py --steps 60 --out build/train --svg docs/images/train.svg
+    python bench/train.py --steps 60 --turns 0
 
 A small Llama is saved as a Hugging Face checkpoint and fine-tuned on English prose that Python ships (the topics of
 `pydoc`) with a user's commands: `redline train` starts with tp=2, is killed (SIGKILL), continues with zero=3, is
-killed, and ends with pp=2; `redline convert` exports it, transformers loads it and generates some text. Then dry runs
-of each strategy and short trainings in it alternate. Prints the differences of the losses from those of the same
-training without an interruption, the cost of checkpoints, and the throughput of trainings relative to the dry runs
-around them (median and each); `--svg` draws both curves.
+killed, and ends with pp=2. Then dry runs of each strategy and short trainings in it alternate. Prints the differences of
+the losses from those of the same training without an interruption, the cost of checkpoints, and the throughput of
+trainings relative to the dry runs around them (median and each).
 """
 
-import argparse
 import json
-import os
-import platform
 import shutil
 import signal
 import statistics
@@ -25,6 +21,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from common import machine, parser
 
 REDLINE = [sys.executable, "-m", "redline.cli"]
 VOCABULARY = 2048
@@ -51,34 +49,28 @@ SAVES = 6
 """Minimum number of checkpoints of a part that is killed after two thirds of it."""
 
 
-def main() -> int:
-    """Runs everything; returns 1 if a check fails."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--steps", type=int, default=900, help="optimizer steps; 0 for the turns alone")
-    parser.add_argument("--turns", type=int, default=5, help="turns of dry run and training in each strategy")
-    parser.add_argument("--out", type=Path, default=Path("build/train"))
-    parser.add_argument("--svg", type=Path, help="where the curves are drawn")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    options = parser.parse_args()
-    out, steps = options.out, options.steps
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=900, help="optimizer steps; 0 for the turns alone")
+    options.add_argument("--turns", type=int, default=5, help="turns of dry run and training in each strategy")
+    options.add_argument("--out", type=Path, default=Path("build/train"))
+    arguments = options.parse_args()
+    out = arguments.out
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     base = prepare(out)
-    figures: dict[str, Any] = {"machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"}
-    if steps:
-        figures |= interrupted(out, base, steps, options.svg)
-    if options.turns:
-        ratios = {name: in_turns(out, base, name, options.turns) for name in STRATEGIES}
+    figures: dict[str, Any] = {"machine": machine()}
+    if arguments.steps:
+        figures |= interrupted(out, base, arguments.steps)
+    if arguments.turns:
+        ratios = {name: in_turns(out, base, name, arguments.turns) for name in STRATEGIES}
         figures["throughput_over_dry_run"] = {
-            name: [statistics.median(each), sorted(each)] for name, each in ratios.items()
+            name: [statistics.median(turns), sorted(turns)] for name, turns in ratios.items()
         }
     print(json.dumps(figures, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
-def interrupted(out: Path, base: Path, steps: int, svg: Path | None) -> dict[str, Any]:
+def interrupted(out: Path, base: Path, steps: int) -> dict[str, Any]:
     """Runs the training that is killed twice, and the uninterrupted one."""
     whole = out / "whole"
     train(out, base, whole, "tp=2", steps)
@@ -88,16 +80,11 @@ def interrupted(out: Path, base: Path, steps: int, svg: Path | None) -> dict[str
         train(out, base, parts, name, steps, resume=number > 1, kill_at=None if last else steps * number // 3)
     expected, found = curve(whole), curve(parts)
     pairs = [(expected[step][0], loss) for step, losses in found.items() for loss in losses]
-    if svg:
-        svg.write_text(drawn(expected, found, changes(parts)), encoding="utf-8")
-    exported = out / "hf"
-    run("convert", parts, exported, "--to", "hf")
     return {
         "steps": steps,
         "loss": [expected[1][0], expected[steps][0]],
         "largest_departure": max(abs(loss - other) / other for other, loss in pairs),
         "checkpoint_share_of_time": overhead(parts),
-        "generated": generated(exported),
     }
 
 
@@ -241,70 +228,5 @@ def overhead(folder: Path) -> float:
     return statistics.median(costs) / 60
 
 
-def changes(folder: Path) -> list[tuple[int, str]]:
-    """Steps at which each strategy starts, with its name."""
-    import yaml
-
-    document = yaml.safe_load((folder / "train.yaml").read_text())
-    return [(each["step"], name) for each, name in zip(document["strategies"], STRATEGIES)]
-
-
-def generated(folder: Path) -> str:
-    """Returns the text that the exported model generates."""
-    import torch
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer("The statement", return_tensors="pt")
-    torch.manual_seed(0)
-    made = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20, temperature=0.8)
-    return str(tokenizer.decode(made[0]))
-
-
-def drawn(expected: dict[int, list[float]], found: dict[int, list[float]], marks: list[tuple[int, str]]) -> str:
-    """An SVG of both curves, overlaid."""
-    width, height, left, top, bottom = 720, 320, 50, 20, 40
-    last = max(expected)
-    high = max(max(each) for each in expected.values())
-    low = min(min(each) for each in expected.values())
-
-    def at(step: float, loss: float) -> str:
-        x = left + (width - left - 20) * step / last
-        y = top + (height - top - bottom) * (high - loss) / (high - low)
-        return f"{x:.1f},{y:.1f}"
-
-    def line(points: dict[int, list[float]], style: str) -> str:
-        where = " ".join(at(step, losses[-1]) for step, losses in sorted(points.items()))
-        return f'<polyline points="{where}" fill="none" {style}/>'
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        line(expected, 'stroke="#f0a500" stroke-width="5" stroke-opacity="0.5"'),
-        line(found, 'stroke="#1f3a93" stroke-width="1.2"'),
-    ]
-    for tick in range(5):
-        loss = low + (high - low) * tick / 4
-        x, y = at(0, loss).split(",")
-        parts.append(f'<text x="{left - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{loss:.1f}</text>')
-    for tick in range(5):
-        step = last * tick // 4
-        x, _ = at(step, low).split(",")
-        parts.append(f'<text x="{x}" y="{height - bottom + 18}" text-anchor="middle">{step}</text>')
-    for step, name in marks:
-        x, _ = at(step, low).split(",")
-        parts.append(
-            f'<line x1="{x}" x2="{x}" y1="{top}" y2="{height - bottom}" stroke="#888" stroke-dasharray="4 3"/>'
-        )
-        parts.append(f'<text x="{float(x) + 4:.1f}" y="{top - 6}" fill="#555">{name}</text>')
-    parts.append(f'<text x="{width - 20}" y="{height - 6}" text-anchor="end" fill="#555">optimizer step</text>')
-    parts.append(
-        f'<text x="{width - 20}" y="{top + 30}" text-anchor="end" fill="#b37a00">loss, never stopped (wide)</text>'
-        f'<text x="{width - 20}" y="{top + 46}" text-anchor="end" fill="#1f3a93">loss, killed twice (thin)</text></svg>'
-    )
-    return "\n".join(parts) + "\n"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

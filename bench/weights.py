@@ -7,7 +7,6 @@ all of it is written again; the resident memory of the process is sampled every 
 files. A row has the size of the share and the largest growth of memory.
 """
 
-import argparse
 import json
 import multiprocessing
 import platform
@@ -17,6 +16,8 @@ import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from common import parser
 
 if TYPE_CHECKING:
     from redline.models.architecture import Architecture
@@ -124,12 +125,12 @@ def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--shard-mib", type=int, default=256)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--layers", type=int, default=16)
+    arguments.add_argument("--hidden", type=int, default=1024)
+    arguments.add_argument("--shard-mib", type=int, default=256)
+    arguments.add_argument("--json", action="store_true")
+    options = arguments.parse_args()
     # Imported once: each row is a fresh fork of this process, which computes nothing itself.
     import transformers.models.llama.modeling_llama  # noqa: F401
 

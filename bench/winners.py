@@ -8,18 +8,16 @@ result is the winner's true throughput relative to the best one's; the goal is 0
 """
 
 import argparse
-import json
 import math
 import multiprocessing
-import platform
 import random
 import statistics
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 
 import redline as rl
+from common import machine, parser, write_json
 from redline.base.device import detect, usable_cores
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.trial.timing import median_interval
@@ -150,18 +148,18 @@ def one(model: str, seed: int, options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["gpt2-tiny", "llama-tiny"])
-    parser.add_argument("--searches", type=int, default=10, help="in all, the models in turn")
-    parser.add_argument("--trials", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=6, help="of measuring those near the top at length")
-    parser.add_argument("--seconds", type=float, default=12.0, help="that each such round measures a configuration")
-    parser.add_argument("--shortest", type=float, default=5.0, help="that the load stays or is away, s")
-    parser.add_argument("--longest", type=float, default=40.0)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="+", default=["gpt2-tiny", "llama-tiny"])
+    arguments.add_argument("--searches", type=int, default=10, help="in all, the models in turn")
+    arguments.add_argument("--trials", type=int, default=16)
+    arguments.add_argument("--rounds", type=int, default=6, help="of measuring those near the top at length")
+    arguments.add_argument("--seconds", type=float, default=12.0, help="that each such round measures a configuration")
+    arguments.add_argument("--shortest", type=float, default=5.0, help="that the load stays or is away, s")
+    arguments.add_argument("--longest", type=float, default=40.0)
+    arguments.add_argument("--out", type=Path)
+    options = arguments.parse_args()
     if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
+        arguments.error("--rounds must be at least 1")
     rows = []
     for seed in range(options.searches):
         row = one(options.models[seed % len(options.models)], seed, options)
@@ -171,18 +169,10 @@ def main() -> None:
             f"{row['search_seconds']} s",
             flush=True,
         )
-        if options.out:
-            keep(rows, options)
+        settings = {name: str(value) for name, value in vars(options).items()}
+        write_json(options.out, {"about": machine(), "options": settings, "rows": rows})
     good = sum(row["share"] >= 0.97 for row in rows)
     print(f"{good} of {len(rows)} searches named a winner of at least 97 % of the best of all they tried")
-
-
-def keep(rows: list[dict], options: argparse.Namespace) -> None:
-    """Writes the results so far."""
-    versions = {name: metadata.version(name) for name in ("torch", "transformers", "optuna")}
-    about = {"device": detect().to_dict(), "python": platform.python_version(), "versions": versions}
-    document = {"about": about, "options": {name: str(value) for name, value in vars(options).items()}, "rows": rows}
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Shared fixtures: groups of ranks, seeds of numeric tests, thread counts and interrupts."""
 
-import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -20,7 +18,6 @@ sys.path.append(os.path.join(sys.prefix, "beside"))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import cloudpickle
-import numeric
 import pytest
 import torch
 from kept_agent import _one_agent, kept_agent  # noqa: F401
@@ -41,7 +38,6 @@ def pytest_addoption(parser):
     group = parser.getgroup("numeric tests")
     group.addoption("--seeds", default="1", help="how many seeds each numeric test has, or which: 15:30")
     group.addoption("--threads", type=int, default=1, help="threads that numeric tests compute with")
-    group.addoption("--margins", help="a JSON file: what share of its tolerance each test uses")
 
 
 def pytest_generate_tests(metafunc):
@@ -83,39 +79,6 @@ def _few_threads(threads):
     torch.set_num_threads(threads)
     yield
     torch.set_num_threads(before)
-
-
-_MARGINS = pytest.StashKey[dict]()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _margins_file(pytestconfig):
-    path = pytestconfig.getoption("margins")
-    pytestconfig.stash[_MARGINS] = {}
-    if path:
-        numeric.record_verify()
-    yield
-    if path:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(pytestconfig.stash[_MARGINS], file, indent=1)
-
-
-@pytest.fixture(autouse=True)
-def _margins(request, _margins_file):
-    """Records each numeric test's largest share of a tolerance and its smallest planted fault, over seeds."""
-    numeric.checks.clear()
-    yield
-    if "seed" in request.fixturenames:
-        name = re.sub(r"-seed\d+|seed\d+-|\[seed\d+\]", "", request.node.nodeid)
-        fresh = {"seeds": 0, "share": 0.0, "what": "", "fault": None}
-        kept = request.config.stash[_MARGINS].setdefault(name, fresh)
-        kept["seeds"] += 1
-        for each in numeric.checks:
-            share = each.departure / each.allowed
-            if each.fault:
-                kept["fault"] = min(share, kept["fault"] or share)
-            elif not share <= kept["share"]:
-                kept.update(share=share, what=each.what)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -199,8 +162,7 @@ class Ranks:
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {timeout} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                done, value, checks = cloudpickle.loads(pipe.recv_bytes())
-                numeric.checks += checks
+                done, value = cloudpickle.loads(pipe.recv_bytes())
                 if not done:
                     # The other ranks may wait for it in a collective, so none can be reused.
                     self.stop()
@@ -238,11 +200,10 @@ def _serve(rank, size, address, store, gpus, threads):
         except EOFError:
             return
         function, args = cloudpickle.loads(job)
-        numeric.checks.clear()
         try:
-            answer = (True, function(*args), numeric.checks)
+            answer = (True, function(*args))
         except BaseException:
-            answer = (False, traceback.format_exc(), numeric.checks)
+            answer = (False, traceback.format_exc())
         pipe.send_bytes(cloudpickle.dumps(answer))
 
 
