@@ -544,7 +544,8 @@ def test_megatron_bridges_layers_of_each_stage_are_read():
 
 
 NVME = "--zero_stage 3 --offload_optimizer_device nvme"
-ONE_RANK = "torchrun --nproc_per_node 1 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1"
+SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1"
+ONE_RANK = f"torchrun --nproc_per_node 1 pretrain_gpt.py {SMALL}"
 LIGHTNING = "trainer:\n  accelerator: gpu\n  devices: 8\n  precision: {precision}\n  strategy: {strategy}\n"
 
 
