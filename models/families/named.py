@@ -1,0 +1,171 @@
+"""Families without a plan in transformers, each with the cuts of its blocks: GPT-2, GPT-Neo, BERT, OPT and others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from ...base.errors import ScheduleError
+from . import t5
+from .standard import StandardSchedule
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
+
+if TYPE_CHECKING:
+    from ...schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """A cut region of a block, by paths from it: attention cut by heads, or a feed-forward part cut by its inner features."""
+
+    entry: str
+    """Module whose input starts the region."""
+    columns: tuple[str, ...]
+    """Projections that are cut along their output."""
+    row: str
+    """Projection that ends it, cut along its input."""
+    dropout: tuple[str, ...] = ()
+    """Dropout modules after its end."""
+    parts: int = 1
+    """Projections that are fused in each of `columns`."""
+    sequence: int = 1
+    """Dimension of the sequence; 0 if samples and positions are one dimension."""
+    draws: bool = False
+    """True if its entry draws random numbers for values of this rank's heads."""
+
+    def cut(self, block: "Schedule", regions: Regions) -> None:
+        for name in self.columns:
+            column_parallel(block[name], parts=self.parts)
+        row_parallel(block[self.row])
+        if self.draws:
+            block[self.entry].fork_rng()
+        dropout = [block[name] for name in self.dropout]
+        regions.around(block[self.entry], block[self.row], dropout=dropout, sequence=self.sequence)
+
+
+def attention(entry: str, columns: tuple[str, ...], row: str, dropout: tuple[str, ...] = (), parts: int = 1) -> Region:
+    """Returns the region of an attention module, whose projections are below it."""
+    columns = tuple(f"{entry}.{name}" for name in columns)
+    return Region(entry=entry, columns=columns, row=row, dropout=dropout, parts=parts, draws=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CutIn:
+    """Cuts a block into regions; not a closure, since a workload with its schedule is sent to other processes."""
+
+    regions: tuple[Region, ...]
+
+    def __call__(self, block: "Schedule", regions: Regions) -> None:
+        for region in self.regions:
+            region.cut(block, regions)
+
+
+Q_K_V = ("q_proj", "k_proj", "v_proj")
+GPT_MLP = Region(entry="mlp", columns=("mlp.c_fc",), row="mlp.c_proj", dropout=("mlp.dropout",))
+CUT_BERT = CutIn(
+    (
+        attention("attention.self", ("query", "key", "value"), "attention.output.dense", ("attention.output.dropout",)),
+        Region(entry="intermediate", columns=("intermediate.dense",), row="output.dense", dropout=("output.dropout",)),
+    )
+)
+NORMS_OF_BERT = ("attention.output.LayerNorm", "output.LayerNorm")
+
+
+def cut_opt(block: "Schedule", regions: Regions) -> None:
+    attention("self_attn", Q_K_V, "self_attn.out_proj").cut(block, regions)
+    Region(entry="fc1", columns=("fc1",), row="fc2", sequence=0).cut(block, regions)
+    if regions.sequence_parallel:
+        # The layer itself has dropout on activations, with another piece on each rank.
+        block.fork_rng()
+
+
+def cut_albert(block: "Schedule", regions: Regions) -> None:
+    for name in ("attention.query", "attention.key", "attention.value"):
+        # The attention module adds its input to its output, so each projection's gradient is summed separately.
+        column_parallel(block[name])
+        block[name].sync("bwd_post", "all_reduce")
+    row_parallel(block["attention.dense"])
+    block["attention.dense"].sync("fwd_post", "all_reduce")
+    block["attention"].fork_rng()
+    block["attention.output_dropout"].fork_rng(differ=False)
+    Region(entry="ffn", columns=("ffn",), row="ffn_output").cut(block, regions)
+
+
+def no_stages_of_albert(sch: "Schedule", stages: int) -> NoReturn:
+    """Raises, because the shared layer would have to be on every rank."""
+    layers = sch.module.config.num_hidden_layers
+    raise ScheduleError(f"pp: the model uses one layer {layers} times, so its weights cannot be in {stages} stages")
+
+
+def cut_wide_resnet(block: "Schedule", regions: Regions) -> None:
+    """Cuts the first convolution and its norm by output channels, the second by input channels."""
+    block["norm2"].shard(["weight", "bias"], axis=0)
+    Region(entry="conv1", columns=("conv1",), row="conv2").cut(block, regions)
+
+
+def _gpt(attention_region: Region) -> StandardSchedule:
+    return StandardSchedule(
+        "transformer.h.*",
+        Cuts(
+            block=CutIn((attention_region, GPT_MLP)),
+            embedding="transformer.wte",
+            head="lm_head",
+            norms=("ln_1", "ln_2"),
+            last="transformer.ln_f",
+        ),
+    )
+
+
+def _bert(name: str, head: str) -> StandardSchedule:
+    embedding = f"{name}.embeddings.word_embeddings"
+    return StandardSchedule(
+        f"{name}.encoder.layer.*", Cuts(block=CUT_BERT, embedding=embedding, head=head, norms=NORMS_OF_BERT)
+    )
+
+
+SCHEDULES: Mapping[str, StandardSchedule] = {
+    "albert": StandardSchedule(
+        "albert.encoder.albert_layer_groups.*.albert_layers.*",
+        Cuts(block=cut_albert, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
+        stage_ends=no_stages_of_albert,
+        no_sequence_parallel="the attention module contains the residual too, and takes its sizes from the whole sequence",
+        no_runs="it uses one layer several times",
+    ),
+    "bert": _bert("bert", "cls.predictions.decoder"),
+    "gpt2": _gpt(attention("attn", ("c_attn",), "attn.c_proj", ("attn.resid_dropout",), parts=3)),
+    # Its attention is windowed in every other block.
+    "gpt_neo": _gpt(attention("attn.attention", Q_K_V, "attn.attention.out_proj", ("attn.attention.resid_dropout",))),
+    "opt": StandardSchedule(
+        "model.decoder.layers.*",
+        Cuts(
+            block=cut_opt,
+            embedding="model.decoder.embed_tokens",
+            head="lm_head",
+            norms=("self_attn_layer_norm", "final_layer_norm"),
+            last="model.decoder.final_layer_norm",
+        ),
+        late=("model.decoder.final_layer_norm", "model.decoder.project_out"),
+    ),
+    "roberta": _bert("roberta", "lm_head.decoder"),
+    "xlm-roberta": _bert("roberta", "lm_head.decoder"),
+    "t5": t5.schedule,
+    "vit": StandardSchedule(
+        "vit.layers.*",
+        Cuts(
+            block=CutIn(
+                (
+                    attention("attention", Q_K_V, "attention.o_proj"),
+                    Region(entry="mlp", columns=("mlp.fc1",), row="mlp.fc2"),
+                )
+            )
+        ),
+        no_sequence_parallel="patches and the class token are an odd number, which no ranks divide",
+    ),
+    "wide_resnet": StandardSchedule(
+        "blocks.*",
+        Cuts(block=cut_wide_resnet),
+        no_sequence_parallel="images are not sequences of tokens",
+        no_runs="its norms take the mean of a micro-batch",
+    ),
+}
+"""Schedules by model type, as transformers names it. Types with plans in transformers (Llama, Qwen, Mistral, Mixtral, GPT-NeoX
+and about a hundred more) need none."""
