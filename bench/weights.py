@@ -47,8 +47,8 @@ def make(folder: Path, layers: int, hidden: int, shard_mib: int) -> int:
     """Writes the folder, drawing each tensor as it is written; returns its bytes."""
     import torch
     from redline.models.architecture import without_memory
+    from redline.models.layouts.hugging_face import write_hugging_face
     from redline.models.layouts.lazy import LazyTensor, box_shape
-    from redline.models.layouts.save import write_hugging_face
     from redline.models.layouts.weights import Weights
 
     def drawn(shape: torch.Size) -> LazyTensor:
@@ -98,7 +98,7 @@ def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -
     """Returns one row, measured in this process."""
     import torch
     from redline.models.layouts.find import find_weights
-    from redline.models.layouts.save import write_hugging_face
+    from redline.models.layouts.hugging_face import write_hugging_face
 
     made = architecture(layers, hidden)
     weights = find_weights(folder, made)

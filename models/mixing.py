@@ -45,7 +45,7 @@ def mixing_of(workload: Workload) -> Mixing:
 def _find_mixing(workload: Workload) -> Mixing:
     from torch import nn
 
-    from ..schedule.parallel.balance import balances
+    from ..schedule.parallel.experts import balances
 
     model = skeleton(workload).train()
     if norms := _batch_norms(model):

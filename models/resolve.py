@@ -376,7 +376,7 @@ def check_workload(workload: Workload) -> None:
     from .batches import entries, make_batch
     from .flops import flops_of
     from .skeleton import skeleton
-    from .user_code import user_code_errors
+    from .workload import user_code_errors
 
     skeleton(workload)
     with user_code_errors(f"{workload.name}: batch(2, 0)"):

@@ -10,8 +10,7 @@ from ..base._torch import parameters_of
 from ..base._transformers import quiet
 from .batches import ForwardPass, each_tensor
 from .data import TokenBatches
-from .user_code import user_code_errors
-from .workload import Batch, Workload
+from .workload import Batch, Workload, user_code_errors
 
 if TYPE_CHECKING:
     from torch import nn

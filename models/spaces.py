@@ -25,8 +25,7 @@ from .families.standard import KNOBS, Runs, StandardSchedule, Support, unconvert
 from .kernels import kernels_obstacle
 from .mixing import Mixing, mixing_of
 from .skeleton import experts_in, skeleton
-from .user_code import user_code_errors
-from .workload import NEUTRAL, Workload
+from .workload import NEUTRAL, Workload, user_code_errors
 
 TRAINER_MICRO_BATCH = 8
 """`per_device_train_batch_size` of transformers.TrainingArguments."""

@@ -3,17 +3,19 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..base.device import Device, detect
-from ..base.errors import WorkloadError
+from ..base.errors import RedlineError, WorkloadError
 from ..knobs.strategy import STANDARD
 from ..space import Config, Space
 from .fingerprint import digest, of_callable
-from .user_code import user_code_errors
 
 if TYPE_CHECKING:
     import torch
@@ -324,3 +326,32 @@ def _refuse_target_loss(loss: Callable[..., Any]) -> None:
 def _short(value: Any) -> str:
     representation = re.sub(r"\s+", " ", repr(value))
     return f"{type(value).__name__} {representation if len(representation) <= 60 else representation[:57] + '...'}"
+
+
+_HERE = str(Path(__file__).parent)
+
+
+@contextmanager
+def user_code_errors(subject: str) -> Iterator[None]:
+    """Converts any error of the code within to a WorkloadError: `SUBJECT failed: FILE:LINE: Type: message`.
+
+    redline's own errors pass unchanged, because their messages are complete.
+    """
+    try:
+        yield
+    except RedlineError:
+        raise
+    except Exception as error:
+        raise WorkloadError(f"{subject} failed: {located(error)}") from error
+
+
+def located(error: BaseException) -> str:
+    """`FILE:LINE: Type: message` of an error; the line is the last one outside installed packages."""
+    message = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in frames
+        if not frame.filename.startswith((_HERE, "<")) and "site-packages" not in frame.filename
+    ]
+    return f"{lines[-1]}: {message}" if lines else message

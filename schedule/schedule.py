@@ -9,7 +9,6 @@ from torch import fx, nn
 from ..base.errors import ScheduleError, unknown
 from .forward import layers_of
 from .graph.trace import Traced
-from .primitive import primitive
 from .primitives import (
     checkpoint as checkpointing,
     data_parallel,
@@ -21,7 +20,7 @@ from .primitives import (
     pipelines,
     tensor_parallel,
 )
-from .tree import ScheduledModule, Tree
+from .tree import ScheduledModule, Tree, primitive
 
 EQUIVALENTS = {
     "forward_ops": "trace() makes the graph, print(sch.graph) shows its operations, find(...) returns some of them",

@@ -1,13 +1,14 @@
-"""The tree of a model's modules, and its drawing as text."""
+"""The tree of a model's modules, the primitives that were applied to it, and its drawing as text."""
 
 import copy
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Self, overload
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
 import torch
 from torch import fx, nn
@@ -356,3 +357,38 @@ def _short(value: Any) -> str:
         return f"[{', '.join(_short(handle) for handle in value)}]"
     rendered = repr(value)
     return rendered if len(rendered) <= 40 else rendered[:37] + "..."
+
+
+Extra = ParamSpec("Extra")
+"""Arguments of a primitive in addition to the schedule."""
+AnySchedule = TypeVar("AnySchedule", bound=ScheduledModule)
+
+
+def primitive(
+    function: Callable[Concatenate[Any, Extra], Any], name: str | None = None
+) -> Callable[Concatenate[AnySchedule, Extra], AnySchedule]:
+    """Converts a function to a method of a schedule, with its signature and docstring.
+
+    It checks its arguments before it changes anything, so that a refused call does not change the schedule. Its result
+    is returned; None becomes the schedule itself, so that calls can be chained.
+
+    Args:
+        function: first parameter is the schedule that it is called on.
+        name: the method's name; the function's name by default.
+    """
+    label = name or function.__name__
+
+    @functools.wraps(function)
+    def method(sch: AnySchedule, *args: Extra.args, **kwargs: Extra.kwargs) -> AnySchedule:
+        if sch.tree.built:
+            raise ScheduleError(
+                f"{label} on '{sch.name}': a primitive must come before build, but this schedule is built; "
+                "create a schedule of a fresh model"
+            )
+        result = function(sch, *args, **kwargs)
+        # After the call: a refused call is not a step.
+        sch.tree.steps.append(PrimitiveCall(sch.path, label, args, kwargs))
+        return sch if result is None else result
+
+    method.__name__, method.__qualname__ = label, f"Schedule.{label}"
+    return method

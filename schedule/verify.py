@@ -15,10 +15,9 @@ from ..base._torch import tree_leaves, tree_map
 from ..base.errors import ScheduleError
 from .build import Context, complete, device_of, prepare, separated
 from .comparison import Numbers, Tolerance, allowance, compare, departure, gradients_of, noise_ratio, weights_of
-from .forward import layers_of
+from .forward import layers_of, loss_of, tensors_of
 from .fused_logits import FusedLogits, formed
 from .graph.by_example import as_call
-from .outputs import loss_of, tensors_of
 from .parallel.collectives import Axis, all_gather, axis_of
 from .parallel.sequences import CutSequence
 from .parallel.sharding import owner, shards_of

@@ -33,7 +33,7 @@ def block_calls(workload: Workload, paths: Sequence[str]) -> dict[str, Call]:
     import torch
 
     from ...base._torch import tree_map_only
-    from ...schedule.outputs import without_cache
+    from ...schedule.forward import without_cache
 
     first_blocks = list({path.rpartition(".")[0]: path for path in reversed(paths)}.values())
     calls: dict[str, Call] = {}

@@ -119,7 +119,7 @@ class StandardSchedule:
         return sch.select(self.select) if isinstance(self.select, str) else self.select(sch)
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
-        from ...schedule.parallel.balance import balances
+        from ...schedule.parallel.experts import balances
 
         blocks = self.blocks(sch)
         layers = strategies_of(config, len(blocks))
@@ -172,7 +172,7 @@ class StandardSchedule:
             calls: arguments of blocks, given the paths of all (`block_calls`), with which blocks cut for `tp` are called;
                 None to cut them only.
         """
-        from ...schedule.parallel.balance import replicas_obstacle
+        from ...schedule.parallel.experts import replicas_obstacle
         from ...schedule.parallel.sequences import obstacle
 
         trials = _Trials(self, sch, calls)
@@ -253,7 +253,7 @@ class StandardSchedule:
     def _stage_ends(
         self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int, stage_blocks: str | None
     ) -> "list[Schedule]":
-        from ...schedule.parallel.balance import pipeline_obstacle
+        from ...schedule.parallel.experts import pipeline_obstacle
 
         if stages == 1:
             return []

@@ -8,9 +8,8 @@ from ...base.reading import path_of
 from ..architecture import Architecture, without_memory
 from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, is_adapter, with_adapters, write_peft
 from .dcp import METADATA, dcp_tensors
-from .hugging_face import hugging_face, plain
+from .hugging_face import hugging_face, plain, write_hugging_face
 from .safetensors_files import OTHER_TOOLS
-from .save import write_hugging_face
 from .weights import Weights, fit
 
 LAYOUTS: Mapping[str, Callable[..., None]] = {

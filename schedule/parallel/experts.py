@@ -16,10 +16,18 @@ Without a capacity no row is dropped, and the only synchronization with the devi
 needs on the host. With a capacity (`ExpertCapacity`) each expert gets C rows of every rank, so that all sizes are known if T is
 the same on all ranks.
 
-Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arXiv:2211.15841), on dropless dispatch.
+The loss that balances experts is computed over the micro-batches of all replicas together. With f the rows of each expert per
+token and p its mean probability, it is E sum(f p); f has no gradient. Each replica computes p of its own tokens and uses f of all
+replicas, so that the mean over replicas is the loss of their samples together. The mean of each replica's own loss would balance
+the experts within every replica instead.
+
+Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arXiv:2211.15841), on dropless dispatch; Fedus et
+al., Switch Transformers (arXiv:2101.03961), section 2.2, on the balance; over replicas: Qiu et al. (arXiv:2501.11873).
 """
 
+import inspect
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +40,7 @@ from ...base._torch import parameters_of
 from ...base.errors import ScheduleError
 from .. import collectives as differentiable
 from ..forward import Inner, Layer, argument_names, layers_of, named_arguments
-from .collectives import Axis, all_to_all_rows, axis_of, through
+from .collectives import Axis, all_reduce, all_to_all_rows, axis_of, through
 from .sharding import scale_gradients
 
 
@@ -333,3 +341,76 @@ def copies_of_experts(module: nn.Module) -> dict[nn.Parameter, Axis]:
         for layer in layers_of(mixture, ExpertParallel)
         for name in stacked_parameters(mixture)
     }
+
+
+FORMULA = ["gate_logits", "num_experts", "top_k"]
+"""First parameters of transformers' function of this loss; a function with others computes another loss."""
+
+
+def balances(model: nn.Module) -> bool:
+    """Returns True for a transformers model that adds a load-balancing loss to its own."""
+    config: Any = getattr(model, "config", None)
+    return bool(getattr(config, "output_router_logits", False)) and hasattr(model, "router_aux_loss_coef")
+
+
+def replicas_obstacle(model: nn.Module) -> str | None:
+    """Returns why the load-balancing loss of a model cannot be computed over replicas; None if it can or without one."""
+    if not balances(model):
+        return None
+    config: Any = model.config
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    names = FORMULA if function is None else [*inspect.signature(function).parameters]
+    if config.is_encoder_decoder or names[: len(FORMULA)] != FORMULA:
+        return (
+            f"the loss that balances experts of {config.model_type} is not computed over replicas; set "
+            "output_router_logits=False, or use one replica"
+        )
+    return None
+
+
+class BalancedTogether(Layer):
+    """Wraps a model, and replaces its load-balancing loss on this replica by that of all replicas."""
+
+    order = 55
+    divisible = True
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = inner(*args, **kwargs)
+        logits = getattr(output, "router_logits", None)
+        own_loss = getattr(output, "aux_loss", None)
+        if logits is None or own_loss is None or output.loss is None:
+            return output
+        mask = named_arguments(module, args, kwargs).get("attention_mask")
+        joint_loss = self._loss(
+            logits, int(module.num_experts_per_tok), None if mask is None else mask.reshape(-1).float()
+        )
+        output.loss = output.loss + module.router_aux_loss_coef * (joint_loss - own_loss).to(output.loss)
+        output.aux_loss = joint_loss
+        return output
+
+    def _loss(self, logits: tuple[torch.Tensor, ...], chosen: int, mask: torch.Tensor | None) -> torch.Tensor:
+        experts = logits[0].shape[-1]
+        counts = logits[0].new_zeros(experts + 1, dtype=torch.float32)
+        sums = counts[:experts]
+        for layer_logits in logits:
+            probabilities = layer_logits.softmax(-1).float()
+            weights = torch.ones_like(probabilities[:, 0]) if mask is None else mask
+            experts_of_rows = probabilities.topk(chosen, dim=-1).indices.reshape(-1)
+            rows = rows_of_experts(experts_of_rows, experts, weights.repeat_interleave(chosen))
+            counts = counts + torch.cat([rows, weights.sum().view(1)])
+            sums = sums + (probabilities * weights.unsqueeze(-1)).sum(0)
+        # One collective for all layers; it has no gradient, as f has none.
+        counts = all_reduce(counts, self.axis)
+        return experts * (counts[:-1] / counts[-1] * sums).sum() * self.axis.size / counts[-1]
+
+
+def pipeline_obstacle(model: nn.Module) -> str | None:
+    """Returns why a model with a load-balancing loss cannot be divided into stages; None if it can."""
+    if not balances(model):
+        return None
+    count = max((num_experts(mixture) for mixture in mixtures_of(model).values()), default=0)
+    experts = f"the {count} experts" if count else "experts"
+    return f"the loss that balances {experts} needs all blocks (output_router_logits), but a stage has some of them"

@@ -29,8 +29,7 @@ from ...base._transformers import experts_by_shapes_alone
 from ...base.errors import ScheduleError
 from ...knobs.pipeline import Placement
 from .. import held
-from ..forward import layers_of
-from ..outputs import without_cache
+from ..forward import layers_of, without_cache
 from ..tree import Tree, is_within, join
 
 

@@ -1,10 +1,10 @@
 """Sequence and context parallelism: each rank's sequence shard of a sample, and its contribution to the loss.
 
 A transformer computes on each token separately, except for positions, masks and the loss, which depend on the full
-sequence, and for attention. In attention ranks exchange tokens for heads (`ulysses.py`), or keys and values circulate
+sequence, and for attention. In attention ranks exchange tokens for heads by two all-to-alls, or keys and values circulate
 among them (`ring.py`), or both, with a ring for the ranks of the same heads.
 
-Notation, here and in those two modules:
+Notation, here and in `ring.py`:
 
 | symbol | meaning |
 |---|---|
@@ -12,9 +12,12 @@ Notation, here and in those two modules:
 | B, T | samples of a micro-batch; tokens of a sample; a rank has T / (P S) of them |
 | H, K | heads of queries, and of keys and values, on a tensor-parallel rank |
 | D | features of a head |
+
+Source: Jacobs et al., DeepSpeed-Ulysses (arXiv:2309.14509), on the exchange of heads.
 """
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -30,8 +33,9 @@ from ...base._transformers import attends_by_name, change_attention
 from ...base.errors import ScheduleError
 from ...knobs.meaning import SequenceShards
 from ...knobs.rules import sequence_refusal
+from ..collectives import all_to_all
 from ..forward import Inner, Layer, add_layer, layers_of, named_arguments
-from . import ring, ring_mask, ulysses
+from . import ring, ring_mask
 from .collectives import Axis, all_gather
 
 IGNORED = -100
@@ -96,7 +100,7 @@ def attend_together(model: Any, within: nn.Module, axes: SequenceAxes, tp: int) 
             groups = module.__dict__.setdefault("_key_value_groups", module.num_key_value_groups)
             heads = module.config.num_attention_heads // tp
             ranks = 1 if axes.sp is None else axes.sp.size
-            module.num_key_value_groups = groups // ulysses.repeats(heads // groups, ranks)
+            module.num_key_value_groups = groups // repeats(heads // groups, ranks)
     change_attention(model, partial(_registered, model=model))
 
 
@@ -229,6 +233,15 @@ def axes_of(module: nn.Module) -> SequenceAxes:
     return getattr(module, "_sequence_axes", None) or SequenceAxes(sp=None, cp=None)
 
 
+def repeats(heads: int, ranks: int) -> int:
+    """Returns the fewest copies of `heads` heads whose total number `ranks` divides.
+
+    >>> repeats(8, 4), repeats(2, 4), repeats(6, 4)
+    (1, 2, 2)
+    """
+    return math.lcm(heads, ranks) // heads
+
+
 def attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -261,7 +274,13 @@ def attend(
         return attention(module, query, key, value, attention_mask, **kwargs)
     if axes.documents and name.startswith("flash") and kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = all_gather(kwargs["position_ids"], -1, axes.sp)
-    return ulysses.attend(module, query, key, value, attention_mask, attention=attention, axis=axes.sp, **kwargs)
+    # Tokens for heads, and back: (B, H, T / S, D) becomes (B, H / S, T, D). Dimension 1 is heads before attention, and tokens
+    # in its output.
+    if (copies := repeats(key.shape[1], axes.sp.size)) > 1:
+        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+    query, key, value = (all_to_all(tensor, 1, 2, axes.sp) for tensor in (query, key, value))
+    output, _ = attention(module, query, key, value, attention_mask, **kwargs)
+    return all_to_all(output, 1, 2, axes.sp), None
 
 
 def whole_mask(

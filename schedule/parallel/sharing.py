@@ -31,12 +31,11 @@ from ...base.errors import ScheduleError
 from ...knobs.meaning import SequenceShards
 from ...knobs.rules import sequence_refusal
 from .. import collectives as differentiable
-from ..forward import Inner, Layer, argument_names, layers_of
-from ..outputs import without_cache
+from ..forward import Inner, Layer, argument_names, layers_of, without_cache
+from ..random_state import forked_streams
 from . import collectives
 from .collectives import Axis, through
 from .ring_mask import RingMask
-from .streams import forked_streams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

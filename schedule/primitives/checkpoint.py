@@ -14,12 +14,10 @@ from torch.utils.checkpoint import (
 
 from ...base._torch import BatchNormNd, OpOverload
 from ...base.errors import ScheduleError
-from ..forward import Inner, Layer, add_layer
+from ..forward import Inner, Layer, add_layer, without_cache
 from ..graph.called import check_called
 from ..graph.editing import checkpoint_subgraph
-from ..outputs import without_cache
-from ..primitive import primitive
-from ..tree import ScheduledModule
+from ..tree import ScheduledModule, primitive
 
 Policy = Callable[..., Any]
 

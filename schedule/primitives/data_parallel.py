@@ -14,15 +14,21 @@ from ...knobs.meaning import SequenceShards
 from ..forward import Inner, Layer, add_layer, layers_of
 from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer
-from ..parallel.balance import BalancedTogether, balances, replicas_obstacle
 from ..parallel.collectives import Axis, axis_of, divided, neighbours
-from ..parallel.experts import copied_experts, copies_of_experts, cut_copies, spread_experts
+from ..parallel.experts import (
+    BalancedTogether,
+    balances,
+    copied_experts,
+    copies_of_experts,
+    cut_copies,
+    replicas_obstacle,
+    spread_experts,
+)
 from ..parallel.replicas import Replicas
 from ..parallel.sequences import CutSequence, cut_sequence as cut, obstacle
 from ..parallel.sharding import is_dtensor, local, scale_gradients
 from ..parallel.sharing import shared_parameters, sharing_of
-from ..primitive import primitive
-from ..tree import ScheduledModule
+from ..tree import ScheduledModule, primitive
 
 _STAGES = ("optimizer", "gradients", "weights")
 """State that each stage of ZeRO shards in addition to the one before."""

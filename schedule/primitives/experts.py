@@ -24,8 +24,7 @@ from ..parallel.experts import (
 )
 from ..parallel.sharding import NOTHING, Shard, checksum, cut_tensor, shards_of
 from ..parallel.sharing import copies_with_parts
-from ..primitive import primitive
-from ..tree import ScheduledModule
+from ..tree import ScheduledModule, primitive
 from .data_parallel import is_replicated
 from .tensor_parallel import sharing_around
 

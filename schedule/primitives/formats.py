@@ -11,8 +11,7 @@ from ...base._torch import buffers_of, parameters_of, tree_map, unsaved_buffers_
 from ...base.errors import ScheduleError, not_installed, unknown
 from ..forward import Inner, Layer, add_layer
 from ..graph.called import check_called, check_read
-from ..primitive import primitive
-from ..tree import ScheduledModule, find_module
+from ..tree import ScheduledModule, find_module, primitive
 
 
 @primitive

@@ -17,8 +17,7 @@ from ..graph.editing import replace_subgraph
 from ..graph.pattern import Attribute, match, operation, trace_pattern
 from ..graph.subgraph import Subgraph, traced_below
 from ..parallel.exchange import syncs_of
-from ..primitive import primitive
-from ..tree import ScheduledModule
+from ..tree import ScheduledModule, primitive
 
 CASTS = ("to", "type", "type_as", "float")
 """Operations that only change the number format."""

@@ -22,8 +22,7 @@ from ..graph.tracing import trace_symbolically
 from ..parallel.exchange import syncs_of
 from ..parallel.partial import WithoutBias
 from ..parallel.sharding import shards_of
-from ..primitive import primitive
-from ..tree import ScheduledModule
+from ..tree import ScheduledModule, primitive
 
 TRACERS = ("fx", "export", "dynamo")
 

@@ -16,8 +16,7 @@ from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
 from ..held import own_tensors, transfer
 from ..materialise import Replaced
-from ..primitive import primitive
-from ..tree import ScheduledModule, called_with_path, places
+from ..tree import ScheduledModule, called_with_path, places, primitive
 
 
 @primitive

@@ -8,8 +8,7 @@ from ...base.errors import ScheduleError, unknown
 from ...knobs.pipeline import PIPELINE_SCHEDULES
 from ..parallel.collectives import axis_of
 from ..parallel.partition import check_divided
-from ..primitive import primitive
-from ..tree import ScheduledModule, find_module, is_within, with_ancestors
+from ..tree import ScheduledModule, find_module, is_within, primitive, with_ancestors
 
 
 @primitive

@@ -20,14 +20,13 @@ from ..parallel import collectives
 from ..parallel.collectives import Axis, axis_of, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
 from ..parallel.experts import spread_experts
+from ..parallel.partial import Follow, kind_of, side_of
 from ..parallel.sequences import SequenceAxes, attend_together, axes_of, obstacle, shards_of_model
 from ..parallel.sharding import Shard, checksum, cut_tensor, holders, shards_of
 from ..parallel.sharing import SharedSamples, Sharing, sharing_axes
-from ..parallel.streams import ForkedRandom
 from ..parallel.vocabulary import SplitLogits
-from ..primitive import primitive
-from ..tree import ScheduledModule, is_within, with_ancestors
-from .kinds import Follow, kind_of, side_of
+from ..random_state import ForkedRandom
+from ..tree import ScheduledModule, is_within, primitive, with_ancestors
 from .modules import tensor_of
 
 USED_WHOLE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear)

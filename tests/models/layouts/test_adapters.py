@@ -9,8 +9,7 @@ from redline.base._transformers import quiet
 from redline.base.errors import WorkloadError
 from redline.models.layouts.adapters import merged, write_peft
 from redline.models.layouts.find import find_weights
-from redline.models.layouts.hugging_face import plain
-from redline.models.layouts.save import write_hugging_face
+from redline.models.layouts.hugging_face import plain, write_hugging_face
 
 peft = pytest.importorskip("peft")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from checkpoints import architecture, filled, weights_of
 from redline.base.errors import UsageError
+from redline.models.layouts.hugging_face import write_hugging_face
 from redline.models.layouts.safetensors_files import whole_folder
-from redline.models.layouts.save import write_hugging_face
 from small_disk import on_small_disk
 
 
