@@ -2,10 +2,9 @@
 
 import importlib.util
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base._transformers import quiet, refusals, supports_flash, supports_sdpa
@@ -95,7 +94,7 @@ class Architecture:
             WorkloadError: transformers does not accept these values.
         """
         with quiet() as transformers:
-            config_class = _config_class(transformers, self.model_type)
+            config_class = transformers.CONFIG_MAPPING[self.model_type]
             try:
                 arguments = {**_without_implementations(self.arguments), "model_type": self.model_type}
                 config = config_class.from_dict(arguments)
@@ -152,7 +151,7 @@ class Architecture:
         """Class of transformers for this family and task."""
         with quiet() as transformers, gpus_described():
             mapping = getattr(transformers, _TASKS[self.task].mapping)
-            return mapping[_config_class(transformers, self.model_type)]
+            return mapping[transformers.CONFIG_MAPPING[self.model_type]]
 
     @property
     def class_name(self) -> str:
@@ -276,11 +275,6 @@ def _usual_task(configuration: Any, name: str, tasks: Collection[Task]) -> Task:
     return next(task for task in (preferred, "masked", "causal", "seq2seq", *_PREFERRED, *tasks) if task in tasks)
 
 
-def _config_class(transformers: ModuleType, model_type: str) -> Any:
-    """Configuration class of a family, a subclass of `transformers.PretrainedConfig`."""
-    return transformers.CONFIG_MAPPING[model_type]
-
-
 def described(configuration: Any) -> dict[str, Any]:
     """Returns the architecture as JSON-ready data, independent of the checkpoint and of the version of transformers."""
     entries = configuration.to_diff_dict()
@@ -349,22 +343,6 @@ PLAIN_DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen
 """Families of plain decoders that the sizes in `NAMES` describe."""
 
 
-def _sizes(read: Callable[[str], Any]) -> dict[str, Any]:
-    """Sizes by their name in run.yaml; `read` returns a configuration's value by name, None if it is not set."""
-    sizes: dict[str, Any] = {}
-    for size, names in NAMES.items():
-        value = next((value for value in map(read, names) if value is not None), None)
-        if value is not None:
-            sizes[size] = dict(value) if isinstance(value, Mapping) else value
-    return sizes
-
-
-def _with_intermediate(sizes: dict[str, Any]) -> dict[str, Any]:
-    # Configurations of GPT-2, GPT-Neo and others leave it None; their models then use four times the hidden size.
-    sizes.setdefault("intermediate", 4 * sizes["hidden"])
-    return sizes
-
-
 def shape_of(model: Any) -> dict[str, Any] | None:
     """Returns the shape of a model for run.yaml: its `family` and those of the sizes in `NAMES` that its configuration has, such
     as `layers`, `hidden`, `heads` and `vocabulary`.
@@ -374,5 +352,11 @@ def shape_of(model: Any) -> dict[str, Any] | None:
     if not isinstance(model, Architecture) or model.task not in ("causal", "masked"):
         return None
     configuration = model.configuration().get_text_config()
-    sizes = _sizes(lambda name: getattr(configuration, name, None))
-    return _with_intermediate({"family": model.model_type, **sizes})
+    sizes: dict[str, Any] = {"family": model.model_type}
+    for size, names in NAMES.items():
+        value = next((value for name in names if (value := getattr(configuration, name, None)) is not None), None)
+        if value is not None:
+            sizes[size] = dict(value) if isinstance(value, Mapping) else value
+    # Configurations of GPT-2, GPT-Neo and others leave it None; their models then use four times the hidden size.
+    sizes.setdefault("intermediate", 4 * sizes["hidden"])
+    return sizes

@@ -1,5 +1,6 @@
 """Synthetic and text batches: token windows for language models, images with classes for classifiers."""
 
+import codecs
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -229,15 +230,13 @@ def text_bytes(path: Path) -> bytes:
     if not raw:
         raise WorkloadError(f"the data file {path} is empty")
     try:
-        raw.decode("utf-8")
+        # The limit may have cut a character, which an unfinished text may end with.
+        text = codecs.getincrementaldecoder("utf-8")().decode(raw, final=len(raw) < MAX_TEXT_BYTES)
     except UnicodeDecodeError as error:
-        cut = len(raw) == MAX_TEXT_BYTES and error.start > len(raw) - 4 and error.reason == "unexpected end of data"
-        if not cut:
-            raise WorkloadError(
-                f"the data file {path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at position {error.start}"
-            ) from None
-        raw = raw[: error.start]
-    return raw
+        raise WorkloadError(
+            f"the data file {path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at position {error.start}"
+        ) from None
+    return text.encode()
 
 
 def load_tokenizer(folder: Path) -> Any:

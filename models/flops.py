@@ -8,7 +8,7 @@ from ..base.errors import WorkloadError
 from .architecture import Architecture
 from .batches import make_batch
 from .reduction import UNABLE, check_mean
-from .skeleton import TooManyCalls, fake_pass, with_tokens
+from .skeleton import fake_pass
 from .workload import Workload
 
 
@@ -56,8 +56,6 @@ def count_flops(workload: Workload, samples: int = 1) -> Flops:
                 step.loss(output, fakes).backward()
     except WorkloadError:
         raise
-    except TooManyCalls as error:
-        return _by_length(workload) or Flops(per_sample=None, reason=f"is not traced: {error}")
     except UNABLE as error:
         # Errors of the model itself are reported by the trials.
         message = " ".join(str(error).split())[:200]
@@ -70,24 +68,3 @@ def count_flops(workload: Workload, samples: int = 1) -> Flops:
     if not total:
         return Flops(per_sample=None, reason="it has no operation that is counted")
     return Flops(per_sample=total / samples)
-
-
-LENGTHS = (4, 8, 12)
-"""Tokens of samples from which the operations of longer ones follow."""
-
-
-def _by_length(workload: Workload) -> Flops | None:
-    """Extrapolates from short samples: products grow linearly with the tokens, and attention with their square. None if the
-    samples cannot be shorter.
-    """
-    counts = []
-    for tokens in LENGTHS:
-        short = with_tokens(workload, tokens)
-        if short is None or (counted := count_flops(short)).per_sample is None:
-            return None
-        counts.append(counted.per_sample)
-    assert workload.seq_len is not None, "it has tokens"
-    # Newton's polynomial through three equidistant points.
-    steps = (workload.seq_len - LENGTHS[0]) / (LENGTHS[1] - LENGTHS[0])
-    slope, bend = counts[1] - counts[0], counts[2] - 2 * counts[1] + counts[0]
-    return Flops(per_sample=counts[0] + steps * slope + steps * (steps - 1) / 2 * bend)

@@ -7,7 +7,7 @@ from .batches import make_batch
 from .families import generic_schedule
 from .families.standard import StandardSchedule, head_of
 from .reduction import UNABLE
-from .skeleton import TooManyCalls, fake_pass, skeleton, with_tokens
+from .skeleton import fake_pass, skeleton
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 LARGE_HEAD = 4
 """Logits per token and feature from which they matter: a feed-forward part has as many numbers."""
-FEW_TOKENS = 16
-"""Tokens of a sample of a model that loops over them."""
 _LOOKED_AT = 2
 """Blocks of a list that run to observe the loss: the first may differ from the rest."""
 
@@ -66,10 +64,6 @@ def formed_logits(workload: Workload) -> str | None:
             step.loss(model(*args, **kwargs), fakes)
     except (WorkloadError, ScheduleError):
         raise
-    except TooManyCalls as error:
-        if (short := with_tokens(workload, FEW_TOKENS)) is not None:
-            return formed_logits(short)  # the loss does the same
-        return f"the use of logits by its loss is not traced: {error}"
     except UNABLE as error:
         message = " ".join(str(error).split())[:200]
         failure = f"{type(error).__name__}: {message}"

@@ -3,13 +3,11 @@
 import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..base._torch import parameters_of
 from ..base._transformers import quiet
 from .batches import ForwardPass, each_tensor
-from .data import TokenBatches
 from .workload import Batch, Workload, user_code_errors
 
 if TYPE_CHECKING:
@@ -97,13 +95,6 @@ def fake_pass(
         fakes = each_tensor(batch, fake.from_tensor)
         with bounded(model):
             yield model, ForwardPass(workload, model), fakes
-
-
-def with_tokens(workload: Workload, tokens: int) -> Workload | None:
-    """Returns the workload with fewer tokens a sample; None if it has no more, or if the length of its samples is its own."""
-    if not isinstance(workload.batch, TokenBatches) or workload.batch.seq_len <= tokens:
-        return None
-    return replace(workload, seq_len=tokens, batch=replace(workload.batch, seq_len=tokens))
 
 
 def experts_of(workload: Workload) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -88,11 +88,7 @@ def add_layer(module: nn.Module, layer: Layer) -> None:
 AnyLayer = TypeVar("AnyLayer", bound=Layer)
 
 
-@overload
-def layers_of(module: nn.Module) -> list[Layer]: ...
-@overload
-def layers_of(module: nn.Module, kind: type[AnyLayer]) -> list[AnyLayer]: ...
-def layers_of(module: nn.Module, kind: type[Any] = Layer) -> list[Any]:
+def layers_of(module: nn.Module, kind: type[AnyLayer]) -> list[AnyLayer]:
     """Returns the layers of a kind around a module's forward, innermost first."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, Forward):

@@ -24,14 +24,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 from ..base._torch import DisableTorchFunctionSubclass, tree_map_only, wrapper
 from ..base.errors import ScheduleError
 from ..knobs.meaning import most_chunk
-from .parallel.collectives import Axis, all_reduce
-from .parallel.vocabulary import SplitLogits
+from .parallel.collectives import Axis
+from .parallel.vocabulary import SplitLogits, losses_, num_classes
 
 
 def chunk_tokens(hidden: int, tokens: int) -> int:
@@ -59,9 +58,7 @@ class Product:
     @property
     def rows(self) -> int:
         """Number of rows of the weight that belong to a token; the other rows are padding of the last rank's shard."""
-        size = self.weight.shape[0]
-        first_token = 0 if self.axis is None else self.axis.rank * size
-        return min(max(self.vocabulary - first_token, 0), size)
+        return num_classes(self.weight.shape[0], self.axis, self.vocabulary)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits of hidden states, equal to those of the head itself."""
@@ -277,7 +274,7 @@ class _Loss(torch.autograd.Function):
                 chunk = slice(start, start + size)
                 states = hidden[chunk].to(dtype)
                 logits = F.linear(states, narrow, shift).to(exact)
-                losses = _to_gradients(logits, target[chunk].where(counted[chunk], 0), product)
+                losses = losses_(logits, target[chunk].where(counted[chunk], 0), product.axis, weight.shape[0])
                 total += losses.where(counted[chunk], 0).sum()
                 # `logits` are p - onehot from here.
                 if not any(needs_gradient):
@@ -307,26 +304,3 @@ class _Loss(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         return (*(None if gradient is None else gradient.mul_(grads[0]) for gradient in gradients), *[None] * 5)
-
-
-def _to_gradients(logits: torch.Tensor, target: torch.Tensor, product: Product) -> torch.Tensor:
-    """Returns the losses of tokens, (C,), and replaces `logits` by p - onehot in place."""
-    axis, local = product.axis, logits.shape[-1]
-    top = logits.amax(-1) if local else logits.new_full(target.shape, -torch.inf)
-    if axis is not None:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
-        target = target - axis.rank * product.weight.shape[0]
-    logits -= top.unsqueeze(-1)
-    in_shard = (target >= 0) & (target < local)
-    # In an unsharded vocabulary every target must exist, and gather checks that.
-    index = (target if axis is None else target.where(in_shard, 0)).unsqueeze(-1)
-    target_logits = logits.gather(-1, index).squeeze(-1) * in_shard if local else torch.zeros_like(top)
-    logits.exp_()
-    total = logits.sum(-1)
-    if axis is not None:
-        # One collective for both: a rank without the target adds 0.
-        total, target_logits = all_reduce(torch.stack([total, target_logits]), axis).unbind(0)
-    logits /= total.unsqueeze(-1)
-    if local:
-        logits.scatter_add_(-1, index, -in_shard.to(logits.dtype).unsqueeze(-1))
-    return total.log() - target_logits

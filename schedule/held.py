@@ -1,7 +1,6 @@
 """Tensors of a model (parameters, buffers, other attributes), and their transfer to a replacing module."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,11 +58,9 @@ def exchange(root: nn.Module, change: Change, change_loose: Change) -> None:
             if tensor not in replaced:
                 replaced[tensor] = change_loose(tensor, path + name)
             if replaced[tensor] is not tensor:
-                module.__dict__[name] = _with_leaf(module.__dict__[name], tensor, replaced[tensor])
-
-
-def _with_leaf(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    return tree_map(lambda leaf: new if leaf is old else leaf, value)
+                module.__dict__[name] = tree_map(
+                    lambda leaf, old=tensor: replaced[old] if leaf is old else leaf, module.__dict__[name]
+                )
 
 
 _HOOKS = (

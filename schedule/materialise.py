@@ -107,15 +107,6 @@ def uninitialised(model: nn.Module, init: Init | None = None) -> str | None:
     return next(iter(plan.unset), None)
 
 
-def _with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Returns a parameter or buffer like `tensor`, with its attributes, and other data."""
-    copied = data
-    if isinstance(tensor, nn.Parameter):
-        copied = type(tensor)(data, requires_grad=tensor.requires_grad)
-    copied.__dict__.update(tensor.__dict__)
-    return copied
-
-
 def _unchanged(tensor: torch.Tensor, path: str) -> torch.Tensor:
     return tensor
 
@@ -125,7 +116,7 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # An existing tensor stays the same object: an optimizer or an attribute may refer to it.
     if tensor.is_meta or tensor.device == with_index(device):
         return tensor
-    return _with_data(tensor, tensor.detach().to(device))
+    return sharding.with_data(tensor, tensor.detach().to(device))
 
 
 class _Initialisation:
@@ -175,7 +166,7 @@ class _Initialisation:
         key = tensor
         if shard is not None or again or tensor in self.homes:
             shape = tensor.shape if shard is None else shard.shape
-            key = _with_data(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
+            key = sharding.with_data(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
         storage = key.untyped_storage()
         self._by_storage[id(storage)] = storage, key
         self._numbers[key] = len(self._numbers)
@@ -372,7 +363,7 @@ class _Values:
         """Gives a key memory, if it has none."""
         if key in self.live:
             return
-        tensor = self.live[key] = _with_data(key, torch.empty(key.shape, dtype=key.dtype, device=self.device))
+        tensor = self.live[key] = sharding.with_data(key, torch.empty(key.shape, dtype=key.dtype, device=self.device))
         if _may_be_nan(tensor):
             tensor.fill_(torch.nan)  # shows elements that no rule sets
         for module, name in self.plan.homes[key]:
@@ -394,7 +385,7 @@ class _Values:
                 _check_set([self.plan.paths[key]])
             shard = sharding.shards_of(place[0]).get(place[1])
             data = tensor.detach() if shard is None else shard.cut(tensor.detach()).contiguous()
-            self.final[original] = _with_data(original, data)
+            self.final[original] = sharding.with_data(original, data)
         del tensor
         if original not in self.final:
             return

@@ -15,7 +15,7 @@ from ..base._torch import tree_leaves, tree_map
 from ..base.errors import ScheduleError
 from .build import Context, complete, device_of, prepare, separated
 from .comparison import Numbers, Tolerance, allowance, compare, departure, gradients_of, noise_ratio, weights_of
-from .forward import layers_of, loss_of, tensors_of
+from .forward import Layer, layers_of, loss_of, tensors_of
 from .fused_logits import FusedLogits, formed
 from .graph.by_example import as_call
 from .parallel.collectives import Axis, all_gather, axis_of
@@ -138,7 +138,7 @@ def _first_module(
     """Returns the first module, in the order of execution, whose output departs, and by how much; None without one."""
     for path, value in expected.items():
         actual = outputs.get(path)
-        if actual is None or any(layer.alters for layer in layers_of(find_module(model, path))):
+        if actual is None or any(layer.alters for layer in layers_of(find_module(model, path), Layer)):
             continue
         if "pipeline" in model.__dict__ and value.dim() and actual.shape[1:] == value.shape[1:]:
             # The first micro-batch of this rank's share of the batch.

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from functools import partial
 from typing import Any
 
 import torch
@@ -283,7 +282,8 @@ class EmulatedGroup(dist.ProcessGroup):
     """A process group of which only this process exists.
 
     Received values are derived from this rank's own, since ranks are alike on average: a gather repeats its piece, a reduction
-    leaves its input unchanged, and an exchange receives from every rank the piece that this rank keeps for itself.
+    leaves its input unchanged, and an exchange receives from every rank the piece that this rank keeps for itself. Collectives
+    that no step runs (scatter, gather to one rank) are torch's fake ones.
 
     Args:
         rank: along the group.
@@ -338,7 +338,11 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._begin(Kind.REDUCE, tensors[0], _bytes(tensors), tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
-        fill = partial(_copy_to_each, inputs, outputs)
+        def fill() -> None:
+            for gathered, source in zip(outputs, inputs, strict=True):
+                for output in gathered:
+                    output.detach().copy_(source)
+
         return self._begin(Kind.ALL_GATHER, inputs[0], sum(map(_bytes, outputs)), outputs, fill)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> _Work:
@@ -424,30 +428,6 @@ class EmulatedGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
-        def fill() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
-                if output.shape == source.shape:
-                    output.detach().copy_(source)
-                else:
-                    _received(output)
-
-        return self._begin(Kind.ALL_TO_ALL, inputs[0], _bytes(inputs), outputs, fill)
-
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> _Work:
-        def fill() -> None:
-            for number, output in enumerate(outputs):
-                if inputs:
-                    output.detach().copy_(inputs[number][self._rank])
-                else:
-                    _received(output)
-
-        return self._begin(Kind.BROADCAST, outputs[0], _bytes(outputs) * self.size(), outputs, fill)
-
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
-        fill = partial(_copy_to_each, inputs, outputs)
-        return self._begin(Kind.REDUCE, inputs[0], _bytes(inputs) * self.size(), outputs, fill)
-
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
         return self._begin(Kind.SEND, tensors[0], _bytes(tensors), tensors, peer=peer, tag=tag)
 
@@ -465,13 +445,6 @@ class EmulatedGroup(dist.ProcessGroup):
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _copy_to_each(inputs: list[torch.Tensor], outputs: list[list[torch.Tensor]]) -> None:
-    """Copies each input to all tensors of the output in its place; a gather has outputs on its root alone."""
-    for source, gathered in zip(inputs, outputs):
-        for output in gathered:
-            output.detach().copy_(source)
 
 
 def _repeated(output: torch.Tensor, piece: torch.Tensor, times: int) -> None:

@@ -363,8 +363,8 @@ class _Probed:
         import torch
 
         from ..base._torch import format_of_losses
+        from ..schedule.forward import logits_of, loss_of
         from ..schedule.fused_logits import FusedLogits
-        from ..schedule.outputs import logits_of, loss_of
         from ..schedule.parallel.collectives import all_reduce
         from ..schedule.parallel.vocabulary import SplitLogits
 

@@ -50,8 +50,6 @@ class Support:
     """Obstacle to several stages on a pipeline rank."""
     zero_in_stages: str | None = None
     """Obstacle to sharding parameters and gradients (ZeRO 2 and 3) over the replicas of a pipeline."""
-    kernels: str | None = None
-    """Obstacle to a loss without materialised logits."""
     float8: Callable[[int], str | None] = lambda ranks: None
     """Obstacle to 8-bit products in the blocks, cut over this number of tensor-parallel ranks."""
     padding: Callable[[int], str] = lambda ranks: ""
@@ -185,7 +183,6 @@ class StandardSchedule:
             replicas=replicas_obstacle(sch.module),
             sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True).obstacle,
             zero_in_stages=trials.tied_stages() if not staged(2) else None,
-            kernels=trials.kernels(),
             float8=lambda ranks: cut(ranks).obstacle or cut(ranks).float8,
             padding=lambda ranks: cut(ranks).padding,
         )

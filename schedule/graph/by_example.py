@@ -88,17 +88,13 @@ def form_of(module: nn.Module, label: str, example: Example, inputs: Sequence[st
         isinstance(leaf, torch.Tensor) or name in inputs or name.split("[")[0] in inputs
         for name, leaf in zip(names, flat_leaves)
     ]
-    leaves = tuple(_input_of(leaf) if is_input else leaf for leaf, is_input in zip(flat_leaves, are_inputs))
-    values = [_without_memory(leaf) for leaf, is_input in zip(flat_leaves, are_inputs) if is_input]
+    values = [
+        leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
+        for leaf, is_input in zip(flat_leaves, are_inputs)
+        if is_input
+    ]
+    leaves = tuple(Input.of(leaf) if is_input else leaf for leaf, is_input in zip(flat_leaves, are_inputs))
     return CallForm(spec=spec, names=tuple(names), leaves=leaves, positional=len(example[0])), values
-
-
-def _input_of(value: Any) -> Input:
-    return Input(value.dim() if isinstance(value, torch.Tensor) else None)
-
-
-def _without_memory(value: Any) -> Any:
-    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
 
 
 class _ReadsMode(Exception):

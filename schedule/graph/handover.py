@@ -18,7 +18,7 @@ from ...base._torch import (
     take_forward_hook,
 )
 from ...base.errors import ScheduleError
-from ..forward import layers_of
+from ..forward import Layer, layers_of
 from ..held import give_hooks, own_tensors, replace_tensor
 from ..parallel import collectives
 from ..parallel.exchange import Exchange, InputSync, OutputSync, ParameterSync, syncs_of
@@ -132,7 +132,7 @@ def _module(
     deferred = next((work for work in tree.deferred if work.path == path), None)
     if deferred is not None:
         raise ScheduleError(f"{label}: '{path}' has {deferred.phase}, which would be lost; replace first")
-    for layer in layers_of(module):
+    for layer in layers_of(module, Layer):
         if isinstance(layer, BiasOnce):
             plan.parameters.setdefault(f"{node.target}.bias", []).append((once(layer.axis), "bias_once"))
         elif not isinstance(layer, WithoutBias):
@@ -203,7 +203,7 @@ def _nothing_below(tree: Tree, path: str, module: nn.Module, label: str) -> None
 
 def _nothing_on(tree: Tree, path: str, module: nn.Module, label: str, location: str) -> None:
     state = [work.phase for work in tree.deferred if work.path == path]
-    state += [type(layer).__name__ for layer in layers_of(module)]
+    state += [type(layer).__name__ for layer in layers_of(module, Layer)]
     state += ["a hook"] if has_backward_hooks(module) or forward_hooks_of(module) else []
     if state:
         raise ScheduleError(f"{label}: '{path}' {location} and has {state[0]}, which would be lost; replace first")

@@ -38,6 +38,10 @@ class Input:
     dims: int | None = None
     """Number of dimensions of a tensor; None for another value."""
 
+    @staticmethod
+    def of(value: Any) -> "Input":
+        return Input(value.dim() if isinstance(value, torch.Tensor) else None)
+
     def fits(self, value: Any) -> bool:
         """Returns True if the graph accepts a value for this input."""
         return self.dims is None or (isinstance(value, torch.Tensor) and value.dim() == self.dims)
@@ -110,8 +114,9 @@ class Traced(Layer):
         for name, leaf, value in zip(form.names, form.leaves, leaves):
             if isinstance(leaf, Input):
                 if not leaf.fits(value):
+                    actual = Input.of(value) if isinstance(value, torch.Tensor) else repr(value)
                     raise ScheduleError(
-                        f"{type(module).__name__} was traced with {leaf} for {name}, but is called with {_form(value)}; "
+                        f"{type(module).__name__} was traced with {leaf} for {name}, but is called with {actual}; "
                         "trace it with examples= of this call"
                     )
                 inputs.append(value)
@@ -138,10 +143,6 @@ class Traced(Layer):
                     f"value; trace(inputs=['{name}'])"
                 )
         return [named_arguments[node.target] for node in self.graph.nodes if node.op == "placeholder"]
-
-
-def _form(value: Any) -> str:
-    return str(Input(value.dim())) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def function_of(graph: fx.Graph) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ class Tracer(fx.Tracer):
         self.top, self.flatten, self.leaves, self.fixed = root, flatten, leaves, fixed
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if not self.flatten or "forward" in m.__dict__ or _hooked(m):
+        if not self.flatten or "forward" in m.__dict__ or has_forward_hooks(m) or has_backward_hooks(m):
             # A scheduled module stays a call, or its layers and hooks would be lost.
             return True
         for leaf in self.leaves:
@@ -157,10 +157,6 @@ def refuse_written(label: str, written: Sequence[str]) -> None:
             f"trace of '{label}': its forward writes {', '.join(dict.fromkeys(written))}, which a graph would do when it is "
             "traced and not when it runs; move that to a child module, and keep it a call by leaves="
         )
-
-
-def _hooked(module: nn.Module) -> bool:
-    return has_forward_hooks(module) or has_backward_hooks(module)
 
 
 def cause(error: Exception) -> str:

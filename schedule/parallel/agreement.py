@@ -1,6 +1,6 @@
 """Checks that ranks have equal values where they must: weights at `build`, inputs at the first step."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -129,33 +129,28 @@ def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         )
 
 
-class FirstCall:
-    """Replaces the first call of a model whose ranks share samples, checks its inputs, and then removes itself."""
-
-    def __init__(self, module: nn.Module, axes: Sequence[Axis]) -> None:
-        self.module, self.axes = module, axes
-        self.original_call = module.__dict__.get("_compiled_call_impl")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        set_call(self.module, self.original_call)  # also if a check fails
-        for axis in self.axes:
-            check_inputs(axis, args, kwargs)
-        try:
-            return call_of(self.module)(*args, **kwargs)
-        except RuntimeError as error:
-            for axis in self.axes:
-                if axis.name == "tp" and (message := _norm_of_a_piece(self.module, axis, error)):
-                    raise ScheduleError(message) from error
-            raise
-
-
 def check_first_call(module: nn.Module, mesh: Any) -> None:
     """Makes the first call of a model check that ranks that share samples get equal inputs."""
     axes = [axis for axis in (_shared(mesh, "tp"),) if axis is not None]
     if not isinstance(mesh, PlannedMesh):
         axes += [axis for layer in layers_of(module, CutSequence) for axis in layer.axes]
-    if axes:
-        set_call(module, FirstCall(module, axes))
+    if not axes:
+        return
+    original_call = module.__dict__.get("_compiled_call_impl")
+
+    def first_call(*args: Any, **kwargs: Any) -> Any:
+        set_call(module, original_call)  # also if a check fails
+        for axis in axes:
+            check_inputs(axis, args, kwargs)
+        try:
+            return call_of(module)(*args, **kwargs)
+        except RuntimeError as error:
+            for axis in axes:
+                if axis.name == "tp" and (message := _norm_of_a_piece(module, axis, error)):
+                    raise ScheduleError(message) from error
+            raise
+
+    set_call(module, first_call)
 
 
 def _norm_of_a_piece(root: nn.Module, axis: Axis, error: RuntimeError) -> str | None:

@@ -68,7 +68,7 @@ def divided(mesh: Any, name: str, sizes: Mapping[str, int]) -> Any:
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=own_block, mesh_dim_names=tuple(sizes))
 
 
-def neighbours(mesh: object, degrees: Mapping[str, int], dp: Axis, others: str = "") -> dict[str, Axis]:
+def neighbours(mesh: Any, degrees: Mapping[str, int], dp: Axis, others: str = "") -> dict[str, Axis]:
     """Returns the axes, of more than one rank, of groups of neighbours along the `dp` axis; all ranks call it.
 
     Args:
@@ -77,13 +77,8 @@ def neighbours(mesh: object, degrees: Mapping[str, int], dp: Axis, others: str =
             too, even if its size is 1.
     """
     sizes = {name: size for name, size in degrees.items() if size > 1}
-    remaining = dp.size // prod(sizes.values())
-    if isinstance(mesh, PlannedMesh):
-        sizes_returned = {**sizes, **({others: remaining} if others else {})}
-        return {name: Axis(name, size, 0, dp.group_name) for name, size in sizes_returned.items()}
-    divisions = divided(mesh, "dp", {others or "samples": remaining, **sizes})
-    axes = {name: axis_of(divisions, name) for name in (*sizes, *([others] if others else []))}
-    return {name: Axis(name, axis.size, axis.rank, axis.group_name) for name, axis in axes.items() if axis is not None}
+    splits = {"dp": {others or "samples": dp.size // prod(sizes.values()), **sizes}}
+    return {name: joined(mesh, splits, (name,)) for name in (*([others] if others else []), *sizes)}
 
 
 def joined(mesh: Any, splits: Mapping[str, Mapping[str, int]], names: Sequence[str]) -> Axis:

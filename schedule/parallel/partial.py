@@ -104,34 +104,33 @@ class Kind:
     """`output`: the output is cut; `input`: the input must be cut, and the output is a partial sum; `vocabulary`: the
     output is a partial sum; None: unknown.
     """
-    count: str | tuple[str, ...] = ""
+    counts: tuple[str, ...] = ()
     """Attributes that count along this dimension."""
     layer: Callable[[Axis, Shard], Layer] | None = None
     """Layer that computes with the cut tensor."""
 
     def follow(self, module: nn.Module, ranks: int) -> list[Follow]:
         """Returns the counts of the module that the ranks divide."""
-        names = (self.count,) if isinstance(self.count, str) else self.count
-        return [(module, name, ranks) for name in names if name]
+        return [(module, name, ranks) for name in self.counts]
 
 
 def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
     """Returns the effects of cutting `module.<name>` along `dim`."""
     # transformers' Conv1D of GPT-2, a linear layer whose weight is (inputs, outputs); compared by name without an import.
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and name == "weight":
-        return Kind("output", "nf") if dim == 1 else Kind("input", "nx", _bias_once)
+        return Kind("output", ("nf",)) if dim == 1 else Kind("input", ("nx",), _bias_once)
     if isinstance(module, nn.Linear) and name == "weight":
-        return Kind("output", "out_features") if dim == 0 else Kind("input", "in_features", _bias_once)
+        return Kind("output", ("out_features",)) if dim == 0 else Kind("input", ("in_features",), _bias_once)
     if isinstance(module, nn.Embedding) and name == "weight":
         if dim == 1:
-            return Kind("output", "embedding_dim")
-        return Kind("vocabulary", "num_embeddings", lambda axis, shard: PartialEmbedding(axis, shard.shape[0]))
+            return Kind("output", ("embedding_dim",))
+        return Kind("vocabulary", ("num_embeddings",), lambda axis, shard: PartialEmbedding(axis, shard.shape[0]))
     if isinstance(module, nn.GroupNorm) and name == "weight":
         return Kind(None, ("num_channels", "num_groups"))
     # Channels of grouped and transposed convolutions are arranged differently.
     plain = isinstance(module, ConvNd) and module.groups == 1 and not module.transposed
     if plain and name == "weight" and dim < 2:
-        return Kind("output", "out_channels") if dim == 0 else Kind("input", "in_channels", _bias_once)
+        return Kind("output", ("out_channels",)) if dim == 0 else Kind("input", ("in_channels",), _bias_once)
     return Kind()
 
 

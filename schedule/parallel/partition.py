@@ -29,7 +29,7 @@ from ...base._transformers import experts_by_shapes_alone
 from ...base.errors import ScheduleError
 from ...knobs.pipeline import Placement
 from .. import held
-from ..forward import layers_of, without_cache
+from ..forward import Layer, layers_of, without_cache
 from ..tree import Tree, is_within, join
 
 
@@ -238,7 +238,7 @@ def tied_within(root: nn.Module, units: list[Unit], placement: Placement) -> str
 def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
     """Raises ScheduleError if a cut is inside a module that cannot be divided."""
     name = path or type(module).__name__
-    if any(not layer.divisible for layer in layers_of(module)):
+    if any(not layer.divisible for layer in layers_of(module, Layer)):
         raise ScheduleError(f"a pipeline cut must not be inside a traced or fused module, but '{name}' is one")
     for work in tree.deferred:
         runs_as_unit = work.phase in ("checkpoint", "compile") or (work.phase == "offload" and path)

@@ -126,10 +126,16 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def cut_tensor(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Returns this rank's shard as a new parameter or buffer, with the attributes of the full tensor."""
-    data = shard.cut(tensor.detach()).contiguous()
-    local_tensor = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
-    local_tensor.__dict__.update(tensor.__dict__)
-    return local_tensor
+    return with_data(tensor, shard.cut(tensor.detach()).contiguous())
+
+
+def with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Returns a parameter or buffer like `tensor`, with its attributes, and other data."""
+    copied = data
+    if isinstance(tensor, nn.Parameter):
+        copied = type(tensor)(data, requires_grad=tensor.requires_grad)
+    copied.__dict__.update(tensor.__dict__)
+    return copied
 
 
 def is_dtensor(value: Any) -> bool:

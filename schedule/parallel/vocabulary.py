@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from ...base._torch import tree_flatten, tree_unflatten
-from ...base.errors import ScheduleError
 from .collectives import Axis, all_gather, all_reduce, scatter, through
 
 ACROSS = frozenset(
@@ -99,63 +98,74 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """`torch.nn.functional.cross_entropy` of class indices; input: (tokens, vocabulary / ranks)."""
-    if weight is not None or target.is_floating_point() or input.dim() != 2:
-        raise ScheduleError(
-            "the cross-entropy of logits cut over the vocabulary takes logits (tokens, vocabulary), a class "
-            "a token and no weights; gather the logits with sync('fwd_post', 'all_gather', axis=-1) instead"
+    """`torch.nn.functional.cross_entropy`; that of one class a token without weights and smoothing needs no gathered logits."""
+    usual = weight is None and size_average is None and reduce is None and not label_smoothing
+    if not usual or target.is_floating_point() or input.dim() != 2:
+        return F.cross_entropy(
+            whole_logits(input), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    axis, logits = input.axis, input.as_subclass(torch.Tensor)
+    logits = input.as_subclass(torch.Tensor)
     if torch.is_autocast_enabled(logits.device.type):
         # Autocast does the same for the cross-entropy of unsharded logits.
         logits = logits.float()
     counted = target != ignore_index
-    losses = _TokenLoss.apply(logits, target.where(counted, 0), axis, input.vocabulary, label_smoothing)
-    losses = losses.where(counted, 0)
+    losses = _TokenLoss.apply(logits, target.where(counted, 0), input.axis, input.vocabulary).where(counted, 0)
     if reduction == "none":
         return losses
     return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
 
 
-class _TokenLoss(torch.autograd.Function):
-    """Computes -log softmax of each token's logits at its class, with the vocabulary sharded over ranks.
+def num_classes(shard_size: int, axis: Axis | None, vocabulary: int) -> int:
+    """Returns the number of classes in this rank's shard of the vocabulary, without the padding of the last shards."""
+    first = 0 if axis is None else axis.rank * shard_size
+    return min(max(vocabulary - first, 0), shard_size)
+
+
+def losses_(logits: torch.Tensor, target: torch.Tensor, axis: Axis | None, shard_size: int) -> torch.Tensor:
+    """Returns -log softmax of each token's logits at its class, (tokens,), and replaces `logits` by its gradient in place.
+
+    Args:
+        logits: (tokens, classes of this rank's shard).
+        target: class of each token.
+        axis: the ranks that the vocabulary is sharded over; None for a whole one.
+        shard_size: classes of a shard, with its padding.
 
     Source: Shoeybi et al., Megatron-LM (2019), section 3, and its vocabulary-parallel cross-entropy.
     """
+    local = logits.shape[-1]
+    top = logits.amax(-1) if local else logits.new_full(target.shape, -torch.inf)
+    if axis is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
+        target = target - axis.rank * shard_size
+    logits -= top.unsqueeze(-1)
+    in_shard = (target >= 0) & (target < local)
+    # In an unsharded vocabulary every target must exist, and gather checks that.
+    index = (target if axis is None else target.where(in_shard, 0)).unsqueeze(-1)
+    target_logits = logits.gather(-1, index).squeeze(-1) * in_shard if local else torch.zeros_like(top)
+    logits.exp_()
+    total = logits.sum(-1)
+    if axis is not None:
+        # One collective for both: a rank without the target adds 0.
+        total, target_logits = all_reduce(torch.stack([total, target_logits]), axis).unbind(0)
+    logits /= total.unsqueeze(-1)
+    if local:
+        logits.scatter_add_(-1, index, -in_shard.to(logits.dtype).unsqueeze(-1))
+    return total.log() - target_logits
+
+
+class _TokenLoss(torch.autograd.Function):
+    """The losses of tokens, with the vocabulary sharded over ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, axis: Axis, vocabulary: int, smoothing: float
-    ) -> Any:
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, axis: Axis, vocabulary: int) -> Any:
         shard_size = logits.shape[-1]
-        num_tokens = min(max(vocabulary - axis.rank * shard_size, 0), shard_size)
-        logits = logits[:, :num_tokens]
-        top = logits.amax(-1) if num_tokens else logits.new_full(logits.shape[:1], -torch.inf)
-        top = top.contiguous()  # collectives need it
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
-        shifted = logits - top.unsqueeze(-1)
-        local_target = target - axis.rank * shard_size
-        in_shard = (local_target >= 0) & (local_target < num_tokens)
-        # Zero for targets of other ranks, so that the sum over ranks is the logit of each target.
-        target_logits = logits.new_zeros(target.shape)
-        if num_tokens:
-            target_logits = shifted.gather(-1, local_target.where(in_shard, 0).unsqueeze(-1)).squeeze(-1) * in_shard
-        exponential = shifted.exp()
-        sums = [exponential.sum(-1), target_logits] + ([shifted.sum(-1)] if smoothing else [])
-        total, target_logits, *sum_of_logits = all_reduce(torch.stack(sums), axis).unbind(0)
-        loss = total.log() - target_logits
-        if smoothing:
-            mean = total.log() - sum_of_logits[0] / vocabulary
-            loss = (1 - smoothing) * loss + smoothing * mean
-        ctx.save_for_backward(exponential / total.unsqueeze(-1), local_target, in_shard)
-        ctx.smoothing, ctx.vocabulary, ctx.num_padding = smoothing, vocabulary, shard_size - num_tokens
-        return loss
+        gradients = logits[:, : num_classes(shard_size, axis, vocabulary)].clone(memory_format=torch.contiguous_format)
+        losses = losses_(gradients, target, axis, shard_size)
+        ctx.save_for_backward(gradients)
+        ctx.num_padding = shard_size - gradients.shape[-1]
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        probability, local_target, in_shard = ctx.saved_tensors
-        grad = probability - ctx.smoothing / ctx.vocabulary
-        weight = (1 - ctx.smoothing) * in_shard.to(grad.dtype).unsqueeze(-1)
-        if grad.shape[-1]:
-            grad = grad.scatter_add(-1, local_target.where(in_shard, 0).unsqueeze(-1), -weight)
-        return F.pad(grad * grads[0].unsqueeze(-1), (0, ctx.num_padding)), None, None, None, None
+        (gradients,) = ctx.saved_tensors
+        return F.pad(gradients * grads[0].unsqueeze(-1), (0, ctx.num_padding)), None, None, None

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...base._torch import children_of
 from ...base.errors import ScheduleError, unknown
-from ..forward import layers_of
+from ..forward import Layer, layers_of
 from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
 from ..held import own_tensors, transfer
@@ -62,7 +62,7 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
     """Returns the module that will replace `old`; the model is not changed yet."""
     check_called(sch, "replace")
     for path, submodule in old.named_modules():
-        if layers_of(submodule) or "_shards" in submodule.__dict__:
+        if layers_of(submodule, Layer) or "_shards" in submodule.__dict__:
             raise ScheduleError(
                 f"replace on '{sch.name}': a module must be replaced before it is sharded, traced or fused, "
                 f"but '{path or sch.name}' already is"

@@ -397,14 +397,10 @@ def sync(
     # runs after the module's backward, that of the output before it.
     if on == "parameters":
         module.register_forward_pre_hook(ParameterSync(exchange, ranks))
-    elif mode == "fwd_pre":
-        module.register_forward_pre_hook(InputSync(exchange, _forward(exchange, ranks)), with_kwargs=True)
-    elif mode == "bwd_post":
-        module.register_forward_pre_hook(InputSync(exchange, _backward(exchange, ranks)), with_kwargs=True)
-    elif mode == "fwd_post":
-        module.register_forward_hook(OutputSync(exchange, _forward(exchange, ranks)))
+    elif mode in ("fwd_pre", "bwd_post"):
+        module.register_forward_pre_hook(InputSync(exchange, _exchange(exchange, ranks)), with_kwargs=True)
     else:
-        module.register_forward_hook(OutputSync(exchange, _backward(exchange, ranks)))
+        module.register_forward_hook(OutputSync(exchange, _exchange(exchange, ranks)))
 
 
 def check_synced(sch: ScheduledModule) -> None:
@@ -498,28 +494,19 @@ def _check_dims(sch: ScheduledModule, mode: str, op: Any, join: int | None, grad
         )
 
 
-def _forward(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
-    op, axis = sync.op, sync.axis or 0
-    if callable(op):
-        return op
-    if op == "all_reduce":
-        return partial(differentiable.all_reduce, axis=ranks)
-    if op == "all_to_all":
-        return partial(differentiable.all_to_all, dim=axis, join=sync.join or 0, axis=ranks)
-    if op == "all_gather":
-        gradient = sync.gradient or ("reduce_scatter" if sync.mode == "fwd_pre" else "scatter")
-        return partial(differentiable.all_gather, dim=axis, axis=ranks, gradient=gradient)
-    return partial(getattr(differentiable, op), dim=axis, axis=ranks)
-
-
-def _backward(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
-    op = sync.op
-    if callable(op):
-        return partial(through, backward=op)
-    dims = {} if op == "all_reduce" else {"dim": sync.axis}
-    if op == "all_to_all":
-        dims["join"] = sync.join
-    return partial(through, backward=partial(getattr(collectives, op), axis=ranks, **dims))
+def _exchange(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the function of a value with its gradient, or of a gradient alone."""
+    forward = sync.mode.startswith("fwd")
+    if callable(sync.op):
+        return sync.op if forward else partial(through, backward=sync.op)
+    options: dict[str, Any] = {} if sync.op == "all_reduce" else {"dim": sync.axis}
+    if sync.op == "all_to_all":
+        options["join"] = sync.join
+    if not forward:
+        return partial(through, backward=partial(getattr(collectives, sync.op), axis=ranks, **options))
+    if sync.op == "all_gather":
+        options["gradient"] = sync.gradient or ("reduce_scatter" if sync.mode == "fwd_pre" else "scatter")
+    return partial(getattr(differentiable, sync.op), axis=ranks, **options)
 
 
 @primitive

@@ -134,11 +134,11 @@ def check_loss(seed):
     # One rounding to float32. A loss changes by at most 2 times a change of its logits, its gradient by at most 1 time.
     rounded = unit_roundoff(torch.float32) * float(logits.abs().max())
     target = torch.tensor([0, 4, 5, 9, -100, 3])
-    for smoothing in (0.0, 0.1):
+    for further in ({}, {"label_smoothing": 0.1}, {"weight": torch.linspace(0.1, 1, 10, dtype=torch.float64)}):
         for reduction in ("mean", "sum", "none"):
             full = logits.clone().requires_grad_()
             piece = logits.chunk(2, -1)[axis.rank].clone().requires_grad_()
-            options = {"reduction": reduction, "label_smoothing": smoothing}
+            options = {"reduction": reduction, **further}
             expected = nn.functional.cross_entropy(full, target, **options)
             split = SplitLogits.of(piece * 1, axis).float().double().view(-1, 10)
             found = nn.CrossEntropyLoss(**options)(split, target)
@@ -151,8 +151,6 @@ def check_loss(seed):
             departs = (piece.grad - full.grad.chunk(2, -1)[axis.rank]).abs().max()
             most = 6 if reduction == "none" else 1
             numeric.within(departs, most * rounded, f"its gradient, {reduction}")
-    with pytest.raises(ScheduleError, match="no weights"):
-        nn.functional.cross_entropy(split, target, weight=torch.ones(10))
     full, piece = logits.clone().requires_grad_(), logits.chunk(2, -1)[axis.rank].clone().requires_grad_()
     split = SplitLogits.of(piece * 1, axis)
     assert torch.equal(split.argmax(-1), logits.argmax(-1)), "of all classes"
