@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import WorkloadError
 from .architecture import Architecture, described, from_configuration, without_memory
-from .data import GENERAL, ImageBatches, TokenBatches, read_text, window
+from .data import GENERAL, TokenBatches, read_text, window
 from .families import schedule_of
 from .flops import flops_of, follows_values
 from .refusal import refused
-from .tasks import TaskData, image_shape, task_data
+from .tasks import TaskData, task_data
 from .workload import DEFAULT_GLOBAL_BATCH, Workload
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def _task_data(
     """
     if architecture.task == "image":
         refuse_text(name, seq_len, data)
-        return TaskData(batch=_image_batches(architecture, name))
-    if architecture.task in GENERAL:
+        without_memory(architecture)
+    elif architecture.task in GENERAL:
         batch = _token_batches(architecture, name, seq_len, data, folder)
         return TaskData(batch=batch, seq_len=batch.seq_len)
     if data is not None:
@@ -140,27 +140,6 @@ def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None
     for option, value in (("seq_len", seq_len), ("data", data)):
         if value is not None:
             raise WorkloadError(f"{name} takes images, so {option} must not be given, but is {value!r}")
-
-
-def _image_batches(architecture: Architecture, name: str) -> ImageBatches:
-    """Returns batches of images of the configuration's size, 224 pixels if it has none.
-
-    Raises:
-        WorkloadError: the architecture cannot be built, or has fewer than two classes.
-    """
-    configuration = architecture.configuration()
-    channels, height, width = image_shape(configuration)
-    if configuration.num_labels < 2:
-        raise WorkloadError(
-            f"{name}: a classifier must have at least 2 classes, but num_labels is {configuration.num_labels}"
-        )
-    without_memory(architecture)
-    return ImageBatches(
-        channels=channels,
-        height=height,
-        width=width,
-        classes=configuration.num_labels,
-    )
 
 
 def _token_batches(

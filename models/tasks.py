@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import WorkloadError
-from .data import GeneratorDraw, Task, inputs_and_labels, random_tokens
+from .data import GeneratorDraw, ImageBatches, Task, inputs_and_labels, random_tokens
 from .refusal import refused
 from .workload import Batch
 
@@ -158,7 +158,7 @@ class TaskData:
 
 
 def task_data(architecture: "Architecture", name: str, seq_len: int | None, usual: Callable[[], int]) -> TaskData:
-    """Returns inputs, targets and loss of an architecture whose task is not in `GENERAL`.
+    """Returns inputs, targets and loss of an architecture whose task is not that of a language model.
 
     Args:
         architecture: class and sizes.
@@ -255,6 +255,11 @@ def _feature_width(config: Any) -> int | None:
     return None
 
 
+def _image(sizes: _Sizes) -> TaskData:
+    channels, height, width = image_shape(sizes.config)
+    return TaskData(batch=ImageBatches(channels=channels, height=height, width=width, classes=sizes.classes))
+
+
 def _pretraining(sizes: _Sizes) -> TaskData:
     parameters = inspect.signature(sizes.architecture.model_class.forward).parameters  # type: ignore[attr-defined]
     pair = [name for name in PAIR_TARGETS if name in parameters]
@@ -336,6 +341,7 @@ def _contrastive(sizes: _Sizes) -> TaskData:
 
 
 _DATA: Mapping[Task, Callable[[_Sizes], TaskData]] = {
+    "image": _image,
     "pretraining": _pretraining,
     "sequence_classification": _sequence_classification,
     "token_classification": _token_classification,

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -31,7 +30,7 @@ def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return {**dict(zip(argument_names(module), args)), **kwargs}
 
 
-class Layer(ABC):
+class Layer:
     """Code around a module's forward. Instances are plain data and are copied with the module."""
 
     order: ClassVar[int] = 0
@@ -41,9 +40,9 @@ class Layer(ABC):
     divisible: ClassVar[bool] = False
     """True if the module's own code runs inside, so that a pipeline can be cut there."""
 
-    @abstractmethod
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the module's output."""
+        raise NotImplementedError
 
 
 class Forward:

@@ -122,28 +122,37 @@ def _rank_stream(axis: Axis) -> Iterator[None]:
         # Already on this rank's own stream.
         yield
         return
-    # One draw of the shared stream, on every rank: the ranks stay synchronised, and each call gets other numbers.
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    _outer.states.append(_get_state())
-    torch.manual_seed(seed + 1 + axis.rank)
-    try:
-        yield
-    finally:
-        _set_state(_outer.states.pop())
+    with _stream_of(axis) as shared_states:
+        _outer.states.append(shared_states)
+        try:
+            yield
+        finally:
+            shared_states[:] = _outer.states.pop()
 
 
 @contextmanager
 def forked_streams(axis: Axis) -> Iterator[None]:
     """Gives each rank of an axis a random stream of its own, as replicas have; code inside may fork it again."""
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    outer_states, state = _outer.states, _get_state()
+    outer_states = _outer.states
     _outer.states = []  # inside, this stream is the shared one
+    try:
+        with _stream_of(axis):
+            yield
+    finally:
+        _outer.states = outer_states
+
+
+@contextmanager
+def _stream_of(axis: Axis) -> Iterator[list[torch.Tensor]]:
+    """Seeds this rank's own stream; yields the states that are restored at the end."""
+    # One draw of the shared stream, on every rank: the ranks stay synchronised, and each call gets other numbers.
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    states = generator_states()
     torch.manual_seed(seed + 1 + axis.rank)
     try:
-        yield
+        yield states
     finally:
-        _set_state(state)
-        _outer.states = outer_states
+        _set_states(states)
 
 
 @contextmanager
@@ -151,21 +160,22 @@ def _shared_stream() -> Iterator[None]:
     if not _outer.states:
         yield
         return
-    own_state, shared_state = _get_state(), _outer.states.pop()
-    _set_state(shared_state)
+    own_states = generator_states()
+    _set_states(_outer.states.pop())
     try:
         yield
     finally:
-        _outer.states.append(_get_state())  # the shared stream has advanced
-        _set_state(own_state)
+        _outer.states.append(generator_states())  # the shared stream has advanced
+        _set_states(own_states)
 
 
-def _get_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+def generator_states() -> list[torch.Tensor]:
+    """Returns the states of the CPU's generator and, in a process that uses a GPU, of the current GPU's."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
 
 
-def _set_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
+def _set_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)

@@ -49,7 +49,8 @@ def perturbed(training: "Training") -> Iterator[None]:
     """Sets such parameters to a pattern around their value, the same in every configuration; all ranks enter."""
     import torch
 
-    from ..schedule.parallel.sharding import local
+    from ..schedule.parallel.sharding import local, owner
+    from ..schedule.parallel.weights import region_of
 
     names = training.outline.names
     held = [(names[name], name, param) for name, param in training.model.named_parameters() if name in names]
@@ -58,8 +59,12 @@ def perturbed(training: "Training") -> Iterator[None]:
         constant = _constants(training, {key: local(param) for key, _, param in held})
         for key, name, param in held:
             if key in constant:
-                pattern = _pattern(training, key, name, param)
-                local(param).copy_(constant[key] + PERTURBATION * pattern)
+                region = region_of(*owner(training.model, name), param)
+                # Random signs of the whole parameter, of which each rank takes its part.
+                generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+                signs = 2.0 * torch.randint(2, tuple(region.shape), generator=generator) - 1
+                for box, part in region.parts(param):
+                    part.copy_(constant[key] + PERTURBATION * signs[box.of_whole])
                 changed.append((param, constant[key]))
     try:
         yield
@@ -90,27 +95,6 @@ def _constants(training: "Training", held: "Mapping[str, torch.Tensor]") -> dict
         for value, is_constant in zip(values, row)
         if is_constant and name in held
     }
-
-
-def _pattern(training: "Training", key: str, name: str, param: "torch.Tensor") -> "torch.Tensor":
-    """This rank's piece of random signs of the whole parameter's shape, the same in every configuration."""
-    import torch
-
-    from ..schedule.parallel.sharding import is_dtensor, owner, piece_of, shards_of
-
-    holder, leaf = owner(training.model, name)
-    shard = shards_of(holder).get(leaf)
-    shape = param.shape if shard is None else shard.shape
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    signs = 2.0 * torch.randint(2, tuple(shape), generator=generator) - 1
-    if shard is not None:
-        signs = shard.cut(signs)
-    if is_dtensor(param):
-        # FSDP shards like torch.chunk; ranks after the last piece have none.
-        dim, ranks, rank = piece_of(param)
-        pieces = signs.chunk(ranks, dim)
-        signs = pieces[rank] if rank < len(pieces) else signs[:0]
-    return signs.to(training.device)
 
 
 PROJECTIONS = 16
@@ -278,16 +262,20 @@ class _Probed:
         """
         import torch
 
+        from ..schedule.random_state import generator_states
+
         training = self.training
         cut = self._cut(as_trained)
         batches = self._batches(cut)
         seen: list[torch.Tensor] = []
         for scale in LOSS_SCALES if training.precision.scaled else (None,):
             seen.clear()
-            state_before = _random_state(training.device)
+            states_before = generator_states()
             with training.precision.scaling(scale):
                 loss = training.passes(batches, watch=lambda output: self._see(output, cut.size, seen))
-            drew = state_before != _random_state(training.device)
+            drew = any(
+                not torch.equal(before, after) for before, after in zip(states_before, generator_states(), strict=True)
+            )
             computed_pass = computed(training, loss, self.total, scale or 1.0)
             training.optimizer.zero_grad(set_to_none=True)
             # All ranks repeat the pass if any overflowed, or their collectives would not match.
@@ -431,12 +419,3 @@ def _at_rest(training: "Training") -> Iterator[None]:
     as_written = torch.compiler.set_stance("force_eager") if training.compiled else contextlib.nullcontext()
     with quiet(training.model, training=False), as_written:
         yield
-
-
-def _random_state(device: "torch.device") -> tuple[bytes, ...]:
-    import torch
-
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return tuple(state.numpy().tobytes() for state in states)

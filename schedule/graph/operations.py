@@ -14,7 +14,15 @@ from ..parallel.exchange import InputSync, OutputSync
 from .trace import function_of
 
 
-class SubgraphCall:
+class NamedOperation:
+    """A callable as an operation of a graph, with the names by which fx refers to it in the graph's code."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+
+
+class SubgraphCall(NamedOperation):
     """A subgraph as one operation of the surrounding graph, called with the traced module and its inputs."""
 
     def __init__(self, graph: fx.Graph, name: str, compiler: Any = "none", checkpoint: Any = None) -> None:
@@ -22,9 +30,7 @@ class SubgraphCall:
         self.compiler = compiler
         self.checkpoint = checkpoint
         self.function: Callable[..., Any] | None = None
-        # fx refers to an operation by these in the graph's code.
-        self.__name__ = self.__qualname__ = name
-        self.__module__ = __name__
+        super().__init__(name)
 
     def fresh(self) -> "SubgraphCall":
         """Returns the same region, not compiled yet."""
@@ -41,26 +47,24 @@ class SubgraphCall:
         return self.function(module, *inputs)
 
 
-class Call:
+class Call(NamedOperation):
     """A callable as an operation of a graph, under a valid name."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
         name = name or re.sub(r"\W", "_", getattr(function, "__name__", type(function).__name__)).strip("_")
-        self.__name__ = self.__qualname__ = name or "function"
-        self.__module__ = __name__
+        super().__init__(name or "function")
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
 
 
-class SyncCall:
+class SyncCall(NamedOperation):
     """The `sync` of a replaced module, as an operation on the replacement's inputs or outputs."""
 
     def __init__(self, hook: InputSync | OutputSync) -> None:
         self.hook = hook
-        self.__name__ = self.__qualname__ = f"sync_{hook.sync.mode}"
-        self.__module__ = __name__
+        super().__init__(f"sync_{hook.sync.mode}")
 
     def __call__(self, value: Any) -> Any:
         if isinstance(self.hook, OutputSync):
@@ -69,25 +73,23 @@ class SyncCall:
         return self.hook.function(value) if is_floating_point else value
 
 
-class TensorCall:
+class TensorCall(NamedOperation):
     """A function of a module's parameter, as an operation between the parameter and its users."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], name: str) -> None:
         self.function = function
-        self.__name__ = self.__qualname__ = name
-        self.__module__ = __name__
+        super().__init__(name)
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         return self.function(value)
 
 
-class Unflatten:
+class Unflatten(NamedOperation):
     """Converts the results of an exported graph to the module's output structure."""
 
     def __init__(self, spec: TreeSpec) -> None:
         self.spec = spec
-        self.__name__ = self.__qualname__ = "results"
-        self.__module__ = __name__
+        super().__init__("results")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Unflatten) and self.spec == other.spec

@@ -44,26 +44,33 @@ def axis_of(mesh: Any, name: str) -> Axis | None:
     return Axis(name, group.size(), mesh.get_local_rank(name), group.group_name)
 
 
+def subgroup(mesh: Any, lines: torch.Tensor, name: str) -> dist.ProcessGroup:
+    """Returns this rank's process group among several, with the timeout of the groups of a mesh; None if it is in none.
+
+    All ranks call it, and create all groups in the same order, as torch.distributed requires.
+
+    Args:
+        lines: global ranks, a row for each group.
+    """
+    timeout = timeout_of(mesh.get_group(mesh.mesh_dim_names[0]), torch.device(mesh.device_type))
+    group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout, group_desc=f"mesh_{name}")
+    return group
+
+
 def divided(mesh: Any, name: str, sizes: Mapping[str, int]) -> Any:
     """Divides an axis of a mesh into a mesh of new axes, outermost first; ranks along the last are neighbours.
 
-    All ranks call it. The new process groups have the timeout of the axis's group.
+    All ranks call it.
 
     Args:
         sizes: sizes of the new axes by name; their product is the axis's size.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    axis_group = mesh[name].get_group()
-    device = torch.device(mesh.device_type)
-    timeout = timeout_of(axis_group, device)
     blocks = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1).reshape(-1, *sizes.values())
-    groups = []
-    # Every rank creates all groups of every axis, in the same order, as torch.distributed requires.
-    for dim, new_name in enumerate(sizes, start=1):
-        rank_lists = blocks.movedim(dim, -1).flatten(0, -2).tolist()
-        own_group, _ = dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout, group_desc=f"mesh_{new_name}")
-        groups.append(own_group)
+    groups = [
+        subgroup(mesh, blocks.movedim(dim, -1).flatten(0, -2), new_name) for dim, new_name in enumerate(sizes, start=1)
+    ]
     (own_block,) = (block for block in blocks if bool((block == dist.get_rank()).any()))
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=own_block, mesh_dim_names=tuple(sizes))
 
@@ -101,11 +108,8 @@ def joined(mesh: Any, splits: Mapping[str, Mapping[str, int]], names: Sequence[s
     rank_grid = mesh.mesh.reshape(list(shape.values()))
     position_by_name = {name: position for position, name in enumerate(shape)}
     other_dims = [position for name, position in position_by_name.items() if name not in axis_names]
-    rank_lists = (
-        rank_grid.permute([*other_dims, *(position_by_name[name] for name in axis_names)]).reshape(-1, ranks).tolist()
-    )
-    timeout = timeout_of(mesh.get_group(next(iter(sizes))), torch.device(mesh.device_type))
-    group, _ = dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout, group_desc=f"mesh_{'_'.join(axis_names)}")
+    lines = rank_grid.permute([*other_dims, *(position_by_name[name] for name in axis_names)]).reshape(-1, ranks)
+    group = subgroup(mesh, lines, "_".join(axis_names))
     return Axis(names[-1], ranks, dist.get_rank(group), group.group_name)
 
 

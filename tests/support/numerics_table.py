@@ -248,7 +248,7 @@ def refusal(workload, config):
     if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
         reasons.append(support.zero_in_stages)
     if config.get("kernels"):
-        reasons.append(support.kernels)
+        reasons.append(workload.schedule.no_kernels(create_schedule(skeleton(workload))))
     return next((reason for reason in reasons if reason), "")
 
 
