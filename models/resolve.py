@@ -10,11 +10,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ..base.errors import WorkloadError, meant, nearest
+from ..base.errors import WorkloadError, meant
 from ..base.reading import absolute
 from .architecture import Architecture, one_line
 from .refusal import refuse_unlisted, unknown_type
 from .server_model import ServerModel
+from .source import FileSource, nearest_file
 from .workload import Workload, default_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -71,8 +72,6 @@ def workload(
     text = str(spec)
     file = _FILE.fullmatch(text)
     if file:
-        from .source import FileSource
-
         path = Path(file["path"]).expanduser()
         loaded = FileSource.read(path, file["name"] or "").load()
         name = file["name"] if loaded.name == default_name(loaded.model) else loaded.name
@@ -177,9 +176,7 @@ def _no_python_file(text: str) -> WorkloadError:
     if path.is_file():
         rest = "; save the notebook's code as one" if path.suffix == ".ipynb" else ""
         return WorkloadError(f"{text} is not a Python file: FILE:NAME needs one whose name ends in .py{rest}")
-    files = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    near = nearest(path.name, files)
-    return WorkloadError(f"there is no file {text}: FILE:NAME needs a Python file and a name in it{near}")
+    return WorkloadError(f"there is no file {text}: FILE:NAME needs a Python file and a name in it{nearest_file(path)}")
 
 
 def _own(workload: Workload, seq_len: int | None, global_batch: int | None, data: str | Path | None) -> Workload:

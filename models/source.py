@@ -3,16 +3,13 @@
 import hashlib
 import inspect
 import sys
-import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.errors import WorkloadError, nearest, unknown
-
-if TYPE_CHECKING:
-    from .workload import Workload
+from .workload import Workload, located
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +34,7 @@ class FileSource:
         except UnicodeDecodeError as error:
             raise WorkloadError(f"{path} is not a Python file: {error}") from None
         except OSError as error:
-            files = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            near = nearest(path.name, files) if isinstance(error, FileNotFoundError) else ""
+            near = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
             raise WorkloadError(f"cannot read the Python file {path}: {error.strerror}{near}") from None
         return cls(path=str(path.resolve()), name=name, text=text)
 
@@ -47,16 +43,12 @@ class FileSource:
         """SHA-256 of the text, hex."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def load(self) -> "Workload":
+    def load(self) -> Workload:
         """Runs the file (once per process) and returns the workload of this name.
 
         Raises:
             WorkloadError: the file fails, has no such name, or the value is not a workload.
         """
-        from dataclasses import replace
-
-        from .workload import Workload
-
         module = self._module()
         if not self.name or not hasattr(module, self.name):
             names = _candidates(module)
@@ -98,7 +90,7 @@ class FileSource:
         try:
             return function()
         except (Exception, SystemExit) as error:
-            raise WorkloadError(f"{self.path}:{self.name}() failed: {self._location(error)}") from error
+            raise WorkloadError(f"{self.path}:{self.name}() failed: {located(error)}") from error
 
     def _module(self) -> ModuleType:
         name = f"_redline_workload_{hashlib.sha256(self.path.encode()).hexdigest()[:8]}_{self.digest[:8]}"
@@ -121,23 +113,21 @@ class FileSource:
             exec(code, module.__dict__)
         except (Exception, SystemExit) as error:
             del sys.modules[name]
-            raise WorkloadError(f"the Python file failed: {self._location(error)}") from error
+            raise WorkloadError(f"the Python file failed: {located(error)}") from error
         except BaseException:
             del sys.modules[name]
             raise
         return module
 
-    def _location(self, error: BaseException) -> str:
-        """The last line of the traceback and the line of the file that it came through."""
-        message = traceback.format_exception_only(error)[-1].strip()
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.path]
-        return f"{self.path}:{lines[-1]}: {message}" if lines else f"{self.path}: {message}"
+
+def nearest_file(path: Path) -> str:
+    """Returns the Python file of the same folder whose name is nearest, as a hint for a message; empty if there is none."""
+    files = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    return nearest(path.name, files)
 
 
 def _candidates(module: ModuleType) -> list[str]:
     """Names of workloads, or without any of functions in the file that may return one."""
-    from .workload import Workload
-
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     workloads = [name for name, value in public.items() if isinstance(value, Workload)]
     defined_here = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]

@@ -126,22 +126,18 @@ class Recorder:
         self._cuda = device.type == "cuda"
         self.copies = not self._cuda
         """True if groups make the copies that gloo makes."""
-        self._number = self._collectives = 0
+        self._number = self.messages = 0
+        """Number of collectives so far, including those outside steps; sends and receives are not counted."""
         self._messages: dict[Message, int] = {}
         self._steps: list[_RawStep] = []
         self._alive: list[Any] = []
         self.groups: set[str] = set()
         """Names of the groups that communicated."""
 
-    @property
-    def messages(self) -> int:
-        """Number of collectives so far, including those outside steps; sends and receives are not counted."""
-        return self._collectives
-
     def begin(self, message: Message, work: Callable[[], None]) -> int:
         """Records the begin of a communication; `work` produces the received values, and its time is excluded."""
         self._number += 1
-        self._collectives += message.peer is None
+        self.messages += message.peer is None
         self.groups.add(message.group)
         if not self.recording:
             with torch.no_grad():

@@ -1,7 +1,6 @@
 """Schedules of model families."""
 
-from .generic import schedule as generic_schedule
-from .named import SCHEDULES
+from .schedules import generic_schedule, schedule_of
 from .standard import StandardSchedule, Support, strategies_of
 from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
@@ -16,8 +15,3 @@ __all__ = [
     "schedule_of",
     "strategies_of",
 ]
-
-
-def schedule_of(model_type: str) -> StandardSchedule:
-    """Returns the schedule of a family; for those without one of their own the one that follows transformers' plans."""
-    return SCHEDULES.get(model_type, generic_schedule)

@@ -1,15 +1,17 @@
-"""Families without a plan in transformers, each with the cuts of its blocks: GPT-2, GPT-Neo, BERT, OPT and others."""
+"""The schedule of each family: its own for those without a plan in transformers (GPT-2, BERT, OPT), one for all others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from ...base.errors import ScheduleError
-from . import t5
+from . import t5, tp_plans
 from .standard import StandardSchedule
 from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...schedule import Schedule
 
 
@@ -169,3 +171,45 @@ SCHEDULES: Mapping[str, StandardSchedule] = {
 }
 """Schedules by model type, as transformers names it. Types with plans in transformers (Llama, Qwen, Mistral, Mixtral, GPT-NeoX
 and about a hundred more) need none."""
+
+SHARE_OF_LARGEST = 0.25
+"""Lists of blocks with at least this share of the largest list's parameters count too: the decoder beside an encoder, the
+stages of a convolutional network.
+"""
+
+
+def repeated_blocks(sch: "Schedule") -> "list[Schedule]":
+    """Returns the members of the largest `nn.ModuleList` or `nn.Sequential` of modules of one type, and of similar
+    lists elsewhere in the model. Modules without children are not blocks. Empty if nothing is repeated.
+    """
+    lists = list(_lists(sch, sch.module))
+    largest = max((size for _, size in lists), default=0)
+    return [block for members, size in lists if size >= SHARE_OF_LARGEST * largest for block in members]
+
+
+def _lists(sch: "Schedule", module: "nn.Module") -> "Iterator[tuple[list[Schedule], int]]":
+    """Yields the outermost lists of blocks below a module, with their number of parameters."""
+    from torch import nn
+
+    for name, child in module.named_children():
+        schedule_of_child = sch[name]
+        members = list(child.children())
+        if isinstance(child, nn.ModuleList | nn.Sequential) and len(members) > 1:
+            same_type = all(type(member) is type(members[0]) for member in members)
+            distinct = len({id(member) for member in members}) == len(members)
+            if same_type and distinct and any(True for _ in members[0].children()):
+                yield (
+                    [schedule_of_child[index] for index in range(len(members))],
+                    sum(parameter.numel() for parameter in child.parameters()),
+                )
+                continue
+        yield from _lists(schedule_of_child, child)
+
+
+generic_schedule = StandardSchedule(repeated_blocks, tp_plans.cut, stage_ends=tp_plans.stage_ends)
+"""Any model: finds repeated blocks by their repetition, and uses transformers' parallelism plans."""
+
+
+def schedule_of(model_type: str) -> StandardSchedule:
+    """Returns the schedule of a family; for those without one of their own the one that follows transformers' plans."""
+    return SCHEDULES.get(model_type, generic_schedule)
