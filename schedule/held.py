@@ -1,14 +1,9 @@
-"""Tensors of a model (parameters, buffers, other attributes), and their transfer to a replacing module."""
-
-from collections.abc import Callable
+"""Parameters and buffers of a module, and their transfer to a replacing module."""
 
 import torch
 from torch import nn
 
-from ..base._torch import buffers_of, copy_kind_of_backward_hooks, parameters_of, tree_leaves, tree_map
-
-_HOLDERS = (torch.Tensor, list, tuple, dict)
-Change = Callable[[torch.Tensor, str], torch.Tensor]
+from ..base._torch import buffers_of, copy_kind_of_backward_hooks, parameters_of
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -19,48 +14,7 @@ def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
     """Replaces a parameter or buffer."""
-    (parameters_of(module) if name in parameters_of(module) else buffers_of(module))[name] = tensor
-
-
-def loose(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns tensors in a module's other attributes and in lists, tuples and dicts there, by the attribute's name.
-
-    An LSTM, for example, also has its parameters in a list.
-    """
-    return [
-        (name, leaf)
-        for name, value in vars(module).items()
-        if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, _HOLDERS)
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, torch.Tensor)
-    ]
-
-
-def exchange(root: nn.Module, change: Change, change_loose: Change) -> None:
-    """Replaces a model's tensors; a shared tensor stays shared.
-
-    Args:
-        root: the model.
-        change: returns the new tensor for a parameter or buffer and its path.
-        change_loose: returns the new tensor for a tensor in another attribute, and the attribute's path.
-    """
-    replaced: dict[torch.Tensor, torch.Tensor] = {}  # by the old tensor, so that tied ones stay tied
-    modules = [(f"{path}." if path else "", module) for path, module in root.named_modules()]
-    for path, module in modules:
-        for holder in (parameters_of(module), buffers_of(module)):
-            for name, tensor in holder.items():
-                if tensor is not None:
-                    if tensor not in replaced:
-                        replaced[tensor] = change(tensor, path + name)
-                    holder[name] = replaced[tensor]
-    for path, module in modules:
-        for name, tensor in loose(module):
-            if tensor not in replaced:
-                replaced[tensor] = change_loose(tensor, path + name)
-            if replaced[tensor] is not tensor:
-                module.__dict__[name] = tree_map(
-                    lambda leaf, old=tensor: replaced[old] if leaf is old else leaf, module.__dict__[name]
-                )
+    setattr(module, name, tensor)  # not in its dictionary alone: an LSTM also has its parameters in a list
 
 
 _HOOKS = (

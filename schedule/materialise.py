@@ -30,6 +30,8 @@ Init = Callable[..., Any]
 """`init(module)` or `init(module, path)`."""
 Arrived = Callable[[nn.Module, str], None]
 """`arrived(module, name)` is called once a module's own tensor has memory and values."""
+META = torch.device("meta")
+_HOLDERS = (torch.Tensor, list, tuple, dict)
 Place = tuple[nn.Module, str]
 """A module, and the name of a tensor of its own."""
 
@@ -84,8 +86,15 @@ def materialise(
     places = [
         (module, name) for module in root.modules() for name, tensor in held.own_tensors(module) if tensor.is_meta
     ]
-    # Tensors with values first, in place: rules may read them.
-    held.exchange(root, lambda tensor, path: _moved(tensor, device), _unchanged)
+    # Tensors with values first, in place: rules may read them, and an optimizer or an attribute may refer to them.
+    for module in root.modules():
+        elsewhere = [
+            tensor for _, tensor in held.own_tensors(module) if tensor.device not in (META, with_index(device))
+        ]
+        for tensor in elsewhere:
+            tensor.data = tensor.data.to(device)
+        if elsewhere and isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN takes its weights in one piece of memory
     if places:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
             _Initialisation(root, init, hub).run(device, seed, arrived)
@@ -96,8 +105,13 @@ def uninitialised(model: nn.Module, init: Init | None = None) -> str | None:
     """Returns the path of a tensor on the meta device that `materialise` cannot initialise; None if it initialises all."""
     own_tensors = {tensor for module in model.modules() for _, tensor in held.own_tensors(module)}
     for path, module in model.named_modules():
-        for name, tensor in held.loose(module):
-            if tensor.is_meta and tensor not in own_tensors:
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules") or not isinstance(value, _HOLDERS):
+                continue
+            if any(
+                isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf not in own_tensors
+                for leaf in tree_leaves(value)
+            ):
                 return join(path, name)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         plan = _Initialisation(model, init, None)
@@ -105,18 +119,6 @@ def uninitialised(model: nn.Module, init: Init | None = None) -> str | None:
         for holder, name in places:
             held.replace_tensor(holder, name, original)
     return next(iter(plan.unset), None)
-
-
-def _unchanged(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    return tensor
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor with values on a device, and one on the meta device unchanged."""
-    # An existing tensor stays the same object: an optimizer or an attribute may refer to it.
-    if tensor.is_meta or tensor.device == with_index(device):
-        return tensor
-    return sharding.with_data(tensor, tensor.detach().to(device))
 
 
 class _Initialisation:
@@ -340,7 +342,6 @@ class _Initialisation:
                         values.give(key)
         for module in self.root.modules():
             module.__dict__.pop("_replaces", None)
-        held.exchange(self.root, _unchanged, lambda tensor, path: values.listed.get(tensor, tensor))
 
 
 class _Values:
@@ -352,9 +353,6 @@ class _Values:
         """Unsharded tensors by key; `used` has the keys that a later rule uses."""
         self.final: dict[torch.Tensor, torch.Tensor] = {}
         """Tensors that are still missing at some of their places, by the original on the meta device."""
-        self.listed: dict[torch.Tensor, torch.Tensor] = {}
-        """Tensors that modules also have in other attributes, as an LSTM does, by the original there."""
-        self._listed = {tensor for module in plan.root.modules() for _, tensor in held.loose(module)}
         self._waiting: dict[Place, torch.Tensor] = {
             place: original for original, places in plan.originals.items() for place in places
         }
@@ -393,8 +391,6 @@ class _Values:
         for module, name in ready:
             del self._waiting[module, name]
             held.replace_tensor(module, name, self.final[original])
-        if original in self._listed:
-            self.listed[original] = self.final[original]
         if all(place not in self._waiting for place in places):
             del self.final[
                 original

@@ -28,8 +28,8 @@ from ...base._torch import (
 from ...base._transformers import experts_by_shapes_alone
 from ...base.errors import ScheduleError
 from ...knobs.pipeline import Placement
-from .. import held
 from ..forward import Layer, layers_of, without_cache
+from ..held import own_tensors, replace_tensor
 from ..tree import Tree, is_within, join
 
 
@@ -291,12 +291,8 @@ def drop(module: nn.Module) -> None:
 
     Meta tensors that are not parameters take their place, because models read the dtype of a weight.
     """
-
-    def form(tensor: torch.Tensor, path: str) -> torch.Tensor:
-        return torch.empty_like(tensor, device="meta", requires_grad=False)
-
-    held.exchange(module, form, lambda tensor, path: form(tensor, path) if tensor.is_meta else tensor)
     for submodule in module.modules():
-        for name, tensor in held.own_tensors(submodule):
-            (parameters_of(submodule) if name in parameters_of(submodule) else buffers_of(submodule)).pop(name)
-            submodule.__dict__[name] = tensor
+        for name, tensor in own_tensors(submodule):
+            replace_tensor(submodule, name, None)  # also in the list of an LSTM
+            delattr(submodule, name)
+            submodule.__dict__[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
