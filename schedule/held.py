@@ -17,21 +17,6 @@ def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor | None) ->
     setattr(module, name, tensor)  # not in its dictionary alone: an LSTM also has its parameters in a list
 
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
-
 def transfer(old: nn.Module, new: nn.Module) -> list[str]:
     """Moves to `new` the tensors of `old` with matching names and shapes, its hooks and its training mode.
 
@@ -59,9 +44,8 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
 
 def give_hooks(old: nn.Module, new: nn.Module) -> None:
     """Adds the hooks of `old` to `new`, after those of `new`."""
-    for attribute in _HOOKS:
-        hooks = getattr(old, attribute, None)
-        if hooks:
+    for attribute, hooks in vars(old).items():
+        if "_hooks" in attribute and hooks:
             getattr(new, attribute).update(hooks)
     copy_kind_of_backward_hooks(old, new)
 

@@ -19,6 +19,7 @@ from .primitives import (
     modules,
     pipelines,
     tensor_parallel,
+    tokens,
 )
 from .tree import ScheduledModule, Tree, primitive
 
@@ -51,7 +52,7 @@ class Schedule(ScheduledModule):
     checkpoint = checkpointing.checkpoint
     compile = modules.compile
     cut_pipeline_stage = pipelines.cut_pipeline_stage
-    cut_sequence = data_parallel.cut_sequence
+    cut_sequence = tokens.cut_sequence
     decompose = graphs.decompose
     find = graphs.find
     float8 = formats.float8
@@ -70,7 +71,7 @@ class Schedule(ScheduledModule):
     shard = tensor_parallel.shard
     shard_data = data_parallel.shard_data
     shard_experts = experts.shard_experts
-    share_samples = tensor_parallel.share_samples
+    share_samples = tokens.share_samples
     sync = tensor_parallel.sync
     trace = graphs.trace
 

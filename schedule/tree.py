@@ -62,25 +62,25 @@ class PrimitiveCall:
         return f"{self.primitive}({', '.join(arguments)})"
 
 
+@dataclass(eq=False)
 class Tree:
     """State shared by all schedules of one model: the root module, the mesh, and the applied steps."""
 
-    def __init__(self, module: nn.Module, mesh: Any) -> None:
-        self.module = module
-        self.mesh = mesh
-        self.steps: list[PrimitiveCall] = []
-        self.deferred: list[Deferred] = []
-        self.annotations: dict[tuple[str, str], dict[str, Any]] = {}
-        self.cuts: list[str] = []
-        self.late: list[str] = []
-        self.shared: dict[str, Any] = {}
-        """How the tokens of some blocks are shared (`parallel/sharing.py`), by path."""
-        self.pipeline: tuple[str, int | None] | None = None
-        self.examples: dict[str, Any] = {}
-        """Example inputs, as (args, kwargs), of modules by path: tracing derives those of other modules from them."""
-        self.hub: nn.Module | None = None
-        """The Hugging Face model that contains the root and initialises its modules."""
-        self.built = False
+    module: nn.Module
+    mesh: Any
+    steps: list[PrimitiveCall] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
+    annotations: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    cuts: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    shared: dict[str, Any] = field(default_factory=dict)
+    """How the tokens of some blocks are shared (`parallel/sharing.py`), by path."""
+    pipeline: tuple[str, int | None] | None = None
+    examples: dict[str, Any] = field(default_factory=dict)
+    """Example inputs, as (args, kwargs), of modules by path: tracing derives those of other modules from them."""
+    hub: nn.Module | None = None
+    """The Hugging Face model that contains the root and initialises its modules."""
+    built: bool = False
 
     def below(self, path: str) -> "Tree":
         """Returns the tree of a submodule as a model of its own, with everything applied to it and below it.
@@ -95,31 +95,37 @@ class Tree:
         def relative(full: str) -> str:
             return full[len(path) + 1 :]
 
-        new = Tree(find_module(self.module, path), self.mesh)
         names = path.split(".")
         ancestors = (find_module(self.module, ".".join(names[:count])) for count in range(len(names)))
-        # The innermost Hugging Face model above has the rule of initialisation for this module.
-        new.hub = next((module for module in reversed(list(ancestors)) if initialises(module)), self.hub)
-        new.steps = [replace(step, path=relative(step.path)) for step in self.steps if is_within(step.path, path)]
-        new.deferred = [replace(work, path=relative(work.path)) for work in self.deferred if is_within(work.path, path)]
-        new.examples = {relative(place): call for place, call in self.examples.items() if is_within(place, path)}
-        new.shared = {relative(place): sharing for place, sharing in self.shared.items() if is_within(place, path)}
-        new.annotations = {
-            (relative(place), name): dict(values)
-            for (place, name), values in self.annotations.items()
-            if is_within(place, path)
-        }
-        return new
+        return Tree(
+            find_module(self.module, path),
+            self.mesh,
+            steps=[replace(step, path=relative(step.path)) for step in self.steps if is_within(step.path, path)],
+            deferred=[replace(work, path=relative(work.path)) for work in self.deferred if is_within(work.path, path)],
+            annotations={
+                (relative(place), name): dict(values)
+                for (place, name), values in self.annotations.items()
+                if is_within(place, path)
+            },
+            shared={relative(place): sharing for place, sharing in self.shared.items() if is_within(place, path)},
+            examples={relative(place): call for place, call in self.examples.items() if is_within(place, path)},
+            # The innermost Hugging Face model above has the rule of initialisation for this module.
+            hub=next((module for module in reversed(list(ancestors)) if initialises(module)), self.hub),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tree":
         # The mesh is shared: its process groups cannot be copied.
-        new = Tree(copy.deepcopy(self.module, memo), self.mesh)
-        new.steps, new.cuts, new.built = list(self.steps), list(self.cuts), self.built
-        new.pipeline, new.late, new.examples = self.pipeline, list(self.late), dict(self.examples)
-        new.shared, new.hub = dict(self.shared), self.hub
-        new.deferred = [Deferred(work.path, work.phase, work.apply, dict(work.arguments)) for work in self.deferred]
-        new.annotations = {key: dict(value) for key, value in self.annotations.items()}
-        return new
+        return replace(
+            self,
+            module=copy.deepcopy(self.module, memo),
+            steps=list(self.steps),
+            deferred=[replace(work, arguments=dict(work.arguments)) for work in self.deferred],
+            annotations={key: dict(value) for key, value in self.annotations.items()},
+            cuts=list(self.cuts),
+            late=list(self.late),
+            shared=dict(self.shared),
+            examples=dict(self.examples),
+        )
 
 
 class ScheduledModule:

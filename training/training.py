@@ -394,11 +394,10 @@ class Training:
 
     def _share_of(self, step: int) -> Batch:
         """This replica's samples of a step, on the CPU."""
-        share, replica = self.micro_batch * self.grad_accum, self.world.dp_rank
         # Made for all replicas and then cut, so that samples do not depend on the number of replicas.
         global_batch = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
-        share_of_batch = batch_slice(global_batch, replica * share, (replica + 1) * share)
-        return each_tensor(share_of_batch, lambda tensor: tensor.clone()) if self.world.dp > 1 else share_of_batch
+        share = self.share(lambda start, count: batch_slice(global_batch, start, start + count), 0)
+        return each_tensor(share, lambda tensor: tensor.clone()) if self.world.dp > 1 else share
 
 
 def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int = 1) -> Strategy:

@@ -132,10 +132,7 @@ class Traced(Layer):
             return self._by_form(module, self.form, args, kwargs)
         if not kwargs and not self.fixed and len(args) == sum(node.op == "placeholder" for node in self.graph.nodes):
             return list(args)
-        signature = inspect.signature(type(module).forward)
-        bound = signature.bind(module, *args, **kwargs)
-        bound.apply_defaults()
-        named_arguments = dict(bound.arguments)
+        named_arguments = arguments(module, args, kwargs)
         for name, value in self.fixed.items():
             if named_arguments[name] is not value and named_arguments[name] != value:
                 raise ScheduleError(

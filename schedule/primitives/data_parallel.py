@@ -1,4 +1,4 @@
-"""Primitives of data parallelism (ZeRO), of sequences cut over replicas, and of offloading to host memory."""
+"""Primitives of data parallelism (ZeRO), and of offloading to host memory."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from ...base.errors import ScheduleError, unknown
-from ...knobs.meaning import SequenceShards
-from ..forward import Inner, Layer, add_layer, layers_of
+from ..forward import Inner, Layer, add_layer
 from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer
-from ..parallel.collectives import Axis, axis_of, divided, neighbours
+from ..parallel.collectives import Axis, axis_of, divided
 from ..parallel.experts import (
     BalancedTogether,
     balances,
@@ -25,7 +24,6 @@ from ..parallel.experts import (
     spread_experts,
 )
 from ..parallel.replicas import Replicas
-from ..parallel.sequences import CutSequence, cut_sequence as cut, obstacle
 from ..parallel.sharding import is_dtensor, local, scale_gradients
 from ..parallel.sharing import shared_parameters, sharing_of
 from ..tree import ScheduledModule, primitive
@@ -406,54 +404,6 @@ def outermost_blocks(root: nn.Module) -> list[nn.Module]:
     if isinstance(root, nn.ModuleList):
         return list(root)
     return [block for child in root.children() for block in outermost_blocks(child)]
-
-
-@primitive
-def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
-    """Cuts every sequence over groups of `cp * sp` neighbours along the `dp` axis of the mesh, which then share
-    samples.
-
-    Each rank gets full samples and computes on its tokens. Around attention `sp` neighbours exchange tokens for heads
-    (Ulysses), for any attention implementation of transformers; keys with fewer heads than ranks are repeated. Keys
-    and values are passed around a ring of `cp` ranks (ring attention), each of which has two stretches of the
-    sequence, from its beginning and from its end. The model's loss is that of this rank's tokens, scaled so that its mean
-    over the axis is the loss of all samples: `shard_data` averages gradients accordingly. All ranks call it.
-
-    Args:
-        sp: number of ranks that exchange heads; it divides the heads.
-        cp: number of ranks in a ring; `2 * cp` and `cp * sp` divide a sample's tokens.
-
-    Raises:
-        ScheduleError: not the root; no `dp` axis, or one that such groups do not divide; called before; a model with
-            its own attention code, or in a ring with more than softmax(Q K') V; or heads that the ranks do not divide.
-
-    Source: Jacobs et al., DeepSpeed-Ulysses (arXiv:2309.14509); Liu et al., Ring Attention (arXiv:2310.01889); both
-    together: Fang and Zhao, USP (arXiv:2405.07719).
-    """
-    label = f"cut_sequence on '{sch.name}'"
-    if sch.path:
-        raise ScheduleError(f"{label}: sequences are cut for the whole model, so call it on the root's schedule")
-    for name, degree in (("sp", sp), ("cp", cp)):
-        if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-            raise ScheduleError(f"{label}: {name} must be a whole number of at least 1, but is {degree!r}")
-    dp = axis_of(sch.mesh, "dp")
-    if sp * cp < 2 or dp is None or dp.size % (sp * cp):
-        dp_ranks = "there is none" if dp is None else f"has {dp.size} ranks"
-        raise ScheduleError(
-            f"{label}: the mesh's dp axis must be of groups of cp * sp ranks, two or more, but {dp_ranks} and cp * sp is "
-            f"{cp} * {sp}"
-        )
-    if layers_of(sch.module, CutSequence):
-        raise ScheduleError(f"{label}: sequences are cut already")
-    if sch.tree.shared:
-        raise ScheduleError(f"{label}: it must come before share_samples, whose blocks may cut sequences further")
-    tp_axis = axis_of(sch.mesh, "tp")
-    tp = 1 if tp_axis is None else tp_axis.size
-    if reason := obstacle(sch.module, sp, cp, tp):
-        raise ScheduleError(f"{'sp' if cp == 1 else 'cp' if sp == 1 else 'sp and cp'}: {reason}")
-    axes = neighbours(sch.mesh, {"cp": cp, "sp": sp}, dp)
-    sharing = SequenceShards(sp=sp, cp=cp, rank=dp.rank % (sp * cp))
-    cut(sch.module, sharing, sp=axes.get("sp"), cp=axes.get("cp"), tp=tp)
 
 
 _OFFLOADABLE = ("activations", "optimizer")
