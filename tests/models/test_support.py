@@ -25,7 +25,8 @@ def answers(model, schedule):
         "tp": [found.tp(ranks) for ranks in DEGREES],
         "pp": [found.pp(stages) for stages in DEGREES],
         "padding": [found.padding(ranks) for ranks in DEGREES],
-        "rest": (found.sequence_parallel, found.kernels, found.zero_in_stages, found.virtual_stages),
+        "kernels": schedule.no_kernels(create_schedule(model)),
+        "rest": (found.sequence_parallel, found.zero_in_stages, found.virtual_stages),
     }
 
 
