@@ -1,10 +1,10 @@
 """Exceptions that redline raises on purpose, and the wording of errors about unknown names."""
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-
-from .removed import replacement
+from functools import cache
+from pathlib import Path
 
 
 class RedlineError(Exception):
@@ -121,6 +121,27 @@ def unknown(kind: str, name: object, known: Iterable[object], *, like: str | Non
     hint = nearest(name if like is None else like, names) or "."
     listing = ", ".join(names) if names else "none"
     return f"unknown {kind} '{name}'{hint} Known: {listing}."
+
+
+@cache
+def replacements() -> Mapping[str, Mapping[str, str]]:
+    """What to use instead of names of earlier versions, by kind and name."""
+    import yaml
+
+    advice: Mapping[str, Mapping[str, str]] = yaml.safe_load(
+        Path(__file__).with_name("removed.yaml").read_text("utf-8")
+    )
+    return advice
+
+
+def replacement(kind: str, name: object) -> str | None:
+    """Returns the error text for a name of an earlier version; None for any other name.
+
+    >>> replacement("option of tune", "--from")
+    '--from was removed: write the knobs into --space FILE, or give them by --set KNOB=A,B,C'
+    """
+    advice = replacements().get(kind, {}).get(str(name))
+    return None if advice is None else f"{name} was removed: {advice}"
 
 
 def not_installed(package: str, extra: str) -> str | None:

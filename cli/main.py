@@ -8,9 +8,8 @@ from importlib import import_module
 import click
 
 from .. import __version__
-from ..base.errors import NoRoom, NothingFound, RedlineError, UsageError, unknown
+from ..base.errors import NoRoom, NothingFound, RedlineError, UsageError, replacement, unknown
 from ..base.option import on_command_line
-from ..base.removed import replacement
 from . import exit_codes
 from .streams import ReaderGone, standard_streams
 

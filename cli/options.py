@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, replacement
 from ..base.option import Option, options_of as declared
 from ..base.reading import with_power
-from ..base.removed import replacement
 from ..runners.command.command import Command
 from ..tuner.request.options import Request
 

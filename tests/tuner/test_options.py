@@ -13,9 +13,8 @@ import redline
 from click.testing import CliRunner
 from command_line import run
 from house import ROOT, sources
-from redline.base.errors import UsageError
+from redline.base.errors import UsageError, replacements
 from redline.base.option import Option, check_options, options_of
-from redline.base.removed import REPLACEMENTS
 from redline.cli.main import redline as program
 from redline.cli.options import file_fields, options_for
 from redline.runners.command.command import Command
@@ -78,7 +77,7 @@ def test_there_are_few_commands():
 
 @pytest.mark.parametrize("name", ["tune", "submit", "scale", "estimate", "train", "convert"])
 def test_a_removed_option_is_refused_with_what_to_use_instead(capsys, name):
-    for flag, advice in REPLACEMENTS[f"option of {name}"].items():
+    for flag, advice in replacements()[f"option of {name}"].items():
         code, _, err = run(capsys, name, flag)
         assert code == 2 and f"Error: {flag} was removed: {advice}" in err
 

@@ -8,9 +8,8 @@ from inspect import Signature, cleandoc, signature
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
-from ...base.errors import UsageError, nearest, unknown
+from ...base.errors import UsageError, nearest, replacement, unknown
 from ...base.option import Option, either, option
-from ...base.removed import replacement
 from ...estimator.hardware import find_hardware
 from ...models import Workload
 from ...models.request import ModelRequest, SpaceRequest, TrainingRequest
