@@ -88,20 +88,11 @@ def _shared_tensors(
 
 def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
     """Returns the names whose checksums differ between the ranks of an axis, in order; all of these ranks call it."""
-    # NCCL exchanges tensors on GPUs only.
-    cuda = "gloo" not in dist.get_backend(axis.group) and torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-    def same_on_all(rows: list[tuple[int, int]]) -> list[bool]:
-        own_rows = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 2)
-        gathered = [torch.empty_like(own_rows) for _ in range(axis.size)]
-        dist.all_gather(gathered, own_rows, group=axis.group)
-        return torch.stack(gathered).eq(gathered[0]).all(dim=-1).all(dim=0).tolist()
-
-    # First the number: ranks that gather different numbers of rows would hang.
-    if not all(same_on_all([(len(values), 0)])):
-        return ["the number of tensors"]
-    return [name for name, is_equal in zip(values, same_on_all(list(values.values()))) if not is_equal]
+    gathered: list[Any] = [None] * axis.size
+    dist.all_gather_object(gathered, dict(values), group=axis.group)
+    if any(checksums.keys() != values.keys() for checksums in gathered):
+        return ["the names of tensors"]
+    return [name for name in values if any(checksums[name] != gathered[0][name] for checksums in gathered)]
 
 
 def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
