@@ -32,6 +32,8 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
             notes.append(f"{path} {tuple(tensor.shape)} is not in {type(new).__name__}")
         elif fresh[path].shape != tensor.shape:
             notes.append(f"{path} is {tuple(fresh.pop(path).shape)} now, not {tuple(tensor.shape)}")
+        elif isinstance(tensor, nn.Parameter) != isinstance(fresh[path], nn.Parameter):
+            notes.append(f"{path} is a {'parameter' if isinstance(fresh.pop(path), nn.Parameter) else 'buffer'} now")
         else:
             del fresh[path]
             parent, _, name = path.rpartition(".")

@@ -128,6 +128,11 @@ def test_replace_says_what_it_could_not_keep(mlp):
         sch["fc1"].replace(nn.Linear(8, 16, bias=False))
     with pytest.warns(UserWarning, match=r"weight is \(4, 16\) now, not \(8, 16\)"):
         sch["fc2"].replace(nn.Linear(16, 4))
+    fixed = nn.Module()
+    fixed.register_buffer("weight", torch.ones(16, 8))
+    with pytest.warns(UserWarning, match=r"weight is a buffer now"):
+        sch["fc1"].replace(fixed)
+    assert torch.equal(mlp.fc1.weight, torch.ones(16, 8)) and not list(mlp.fc1.parameters())
 
 
 def test_replace_reaches_every_place_of_a_shared_module_and_the_root(mlp):
