@@ -18,8 +18,7 @@ from ..results.names import CHECKPOINTS, holds_training, read_document
 from .checkpoint.saver import Checkpoint, CheckpointFolder
 from .checkpoint.state import MODEL
 from .data.order import BYTES
-from .request import TrainRequest
-from .strategy import TrainingSource
+from .request import TrainingSource, TrainRequest
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

@@ -54,8 +54,7 @@ from .listener import Trained, TrainingStart, TrainingStrategy, TrainListener, T
 from .loop import Hyperparameters, LoopPlan, LoopResult
 from .planning import plan, safer
 from .program import Trainings, TrainRank, weights_to_begin_with
-from .request import TrainRequest, taken_up, with_tokenizer
-from .strategy import TrainingSource, read_source, winner, without_batch
+from .request import TrainingSource, TrainRequest, read_source, taken_up, winner, with_tokenizer, without_batch
 
 LOSSES = 3
 """Largest number of restarts in a row, after ranks were lost, that reach no further checkpoint. A failed host loses ranks

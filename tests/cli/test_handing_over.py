@@ -12,7 +12,7 @@ from redline.base.errors import UsageError
 from redline.cli.outcome import print_result
 from redline.results import Measurement, RunFolder, Status
 from redline.results.best import load
-from redline.trainer.strategy import read_source
+from redline.trainer.request import read_source
 from redline.tuner.result import make_result
 
 WORKLOAD = """
@@ -96,7 +96,7 @@ def test_workload_replaces_that_of_a_best_yaml(project, tmp_path, capsys, monkey
         raise UsageError("resolved")
 
     monkeypatch.setattr("redline.models.request.resolve_workload", resolved)
-    monkeypatch.setattr("redline.trainer.strategy.resolve_workload", resolved)
+    monkeypatch.setattr("redline.trainer.request.resolve_workload", resolved)
     more = ["--runner", "local"] if command == "tune" else []
     code, _, err = run(capsys, command, winner, "--workload", "other.py:workload", "--out", "new", *more)
     assert code == 2 and err.endswith("redline: resolved\n") and taken == ["other.py:workload"]

@@ -12,7 +12,7 @@ from redline.cli.submit import followed
 from redline.results import Measurement, RunFolder, Status, summary
 from redline.service.records import SearchState
 from redline.space import Config
-from redline.trainer.strategy import read_source
+from redline.trainer.request import read_source
 from redline.tuner.result import make_result
 from redline.views.dashboard import Library
 from redline.views.report.run_files import RunFiles

@@ -77,7 +77,7 @@ def own_sum(output, batch):
 
 
 def test_a_best_yaml_that_was_copied_says_what_to_train(tmp_path):
-    from redline.trainer.strategy import read_source
+    from redline.trainer.request import read_source
 
     asked = predicted("llama-tiny", "h100", seq_len=32, global_batch=4, devices=1, trials=1)
     redline.tune("llama-tiny", fix={"precision": "fp32"}, out=tmp_path / "run", **asked)

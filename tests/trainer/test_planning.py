@@ -14,8 +14,7 @@ from redline.estimator import Estimator, TrainingSetup, find_hardware
 from redline.estimator.survey import device_of
 from redline.space import Config
 from redline.trainer.planning import CLEARLY_LESS, adapted, beginning_with, plan, safer, training_space, with_samples_of
-from redline.trainer.request import TrainRequest
-from redline.trainer.strategy import TrainingSource, winner
+from redline.trainer.request import TrainingSource, TrainRequest, winner
 from redline.tuner.feasibility import HEADROOM
 from tiers import tiered
 

@@ -18,7 +18,7 @@ from ...tuner.budget import parse_memory
 from ..listener import devices_text
 from ..planning import adapted, plan, with_samples_of
 from ..ranks import JoinedRanks, RankPlace, decide_once, place
-from ..strategy import read_source
+from ..request import read_source
 from .arguments import ModelArguments, Resolved, resolve_arguments
 from .optimisations import NEUTRAL, Followed, follow, read_list
 
