@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from ..models.data import Task
 from ..models.workload import Batch
 
@@ -35,9 +33,6 @@ class TrainingData(Protocol):
     @property
     def in_main_thread(self) -> bool:
         """True if samples may only be made in the main thread, between steps: they use torch's global generators."""
-
-    def ids(self, start: int, count: int) -> np.ndarray:
-        """Ids of the samples at these positions, int64, shape [count]."""
 
     def __call__(self, start: int, count: int) -> Batch:
         """The samples at these positions, as a batch on the CPU."""

@@ -268,15 +268,12 @@ class Steps:
             weights = torch.tensor(shares, device=training.device)
         return training.passes(batches, factors=weights)
 
-    def backward(self, factor: torch.Tensor | float = 1.0) -> None:
+    def backward(self, factor: torch.Tensor) -> None:
+        """Multiplies the gradients by a scalar on the device."""
         if not self._computed:
             raise UsageError("there is no loss for backward: call the model first, with gradients switched on")
-        if isinstance(factor, float) and factor == 1.0:
-            return
-        scale = torch.as_tensor(factor, device=self.training.device)
-        if scale.device.type == "cpu" and float(scale) == 1.0:
-            return
-        gradients.multiply(self.training, scale.float())
+        if factor.device.type != "cpu" or float(factor) != 1.0:  # on a GPU a look at it would wait
+            gradients.multiply(self.training, factor.float())
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clips all gradients by their common norm, over all ranks.

@@ -46,9 +46,6 @@ class FromWorkload:
         )  # these have generators of their own
         self._last: tuple[int, Batch] | None = None
 
-    def ids(self, start: int, count: int) -> np.ndarray:
-        return np.arange(start, start + count, dtype=np.int64)
-
     def __call__(self, start: int, count: int) -> Batch:
         return self._between(start, count, 0)
 

@@ -165,15 +165,9 @@ class TokenStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.folder,)
 
-    def put(self, target: np.ndarray, start: int) -> None:
-        """Fills `target` with the tokens from `start` on."""
-        self._put(target, start, self._tokens)
-
-    def put_trained(self, target: np.ndarray, start: int) -> None:
-        """Fills `target`, bool, with the training mask of the tokens from `start` on."""
-        self._put(target, start, self._trained)
-
-    def _put(self, target: np.ndarray, start: int, chunks: list[np.ndarray]) -> None:
+    def put(self, target: np.ndarray, start: int, *, trained: bool = False) -> None:
+        """Fills `target` with the tokens from `start` on, or with their training mask."""
+        chunks = self._trained if trained else self._tokens
         done = 0
         for number in range(bisect_right(self._ends, start), len(chunks)):
             chunk = chunks[number]
@@ -237,7 +231,7 @@ class SampleLayout:
         if self.store.about.masked:
             trained = np.empty(tokens.shape, dtype=bool)
             for mask, start in zip(trained, starts.tolist()):
-                self.store.put_trained(mask, start)
+                self.store.put(mask, start, trained=True)
         if self.packing == "packed":
             return Cut(tokens=tokens, trained=trained, real=None, positions=None)
         begins = self._begins(starts)
@@ -265,7 +259,7 @@ class SampleLayout:
         for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):
             self.store.put(tokens[number, :length], start)
             if self.store.about.masked:
-                self.store.put_trained(trained[number, :length], start)
+                self.store.put(trained[number, :length], start, trained=True)
         return Cut(tokens=tokens, trained=trained, real=real, positions=None)
 
 

@@ -153,16 +153,10 @@ def _agreement(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
 def _spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
     if len(pairs) < 3:
         return None
-    import numpy as np
+    import pandas
 
-    ranks = []
-    for side in zip(*pairs):
-        _, places, ties = np.unique(side, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(ties) - (ties - 1) / 2)[places])  # equal values share the mean of their ranks
-    if any(np.ptp(side) == 0 for side in ranks):
-        return None
-    predicted_ranks, measured_ranks = ranks
-    return float(np.corrcoef(predicted_ranks, measured_ranks)[0, 1])
+    correlation = float(pandas.DataFrame(pairs).rank().corr().iloc[0, 1])  # NaN if one side is constant
+    return None if math.isnan(correlation) else correlation
 
 
 def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
