@@ -178,7 +178,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 # -- YAML ----------------------------------------------------------------------------------------------------
 
 
-def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
+def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES, powers: bool = False) -> Any:
     """Returns the content of a YAML document: dict with text keys, list, str, int, float, bool, None.
 
     The limits are checked before the document is loaded. Dates and merge keys stay strings; other tags raise an error.
@@ -186,6 +186,7 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
     Args:
         data: UTF-8 bytes or text.
         nodes: most nodes, see `MOST_NODES`.
+        powers: read unquoted `1e-4` as a number, not a text.
 
     Raises:
         TooMuch: the document is larger, deeper or wider than the limits.
@@ -198,7 +199,7 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
     try:
         content = data.decode("utf-8") if isinstance(data, bytes) else data
         _measure(content, nodes)
-        return yaml.load(content, Loader=_loader())
+        return yaml.load(content, Loader=_loader(powers))
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise Malformed(f"it is not UTF-8 at {error.start}") from error
     except yaml.YAMLError as error:
@@ -206,24 +207,6 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         problem = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
         raise Malformed(f"{place}{problem or ' '.join(str(error).split())}") from error
-
-
-def measure_yaml(text: str, *, nodes: int = MOST_NODES) -> None:
-    """Checks the size of a document before another loader reads it. That loader reports any other fault.
-
-    Raises:
-        TooMuch: the document is larger, deeper or wider than the limits.
-    """
-    import yaml
-
-    if len(text) > LARGEST_DOCUMENT:
-        raise TooMuch(f"it is larger than {LARGEST_DOCUMENT >> 20} MiB")
-    try:
-        _measure(text, nodes)
-    except TooMuch:
-        raise
-    except (Malformed, yaml.YAMLError, UnicodeEncodeError):
-        return
 
 
 POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+\Z")
@@ -269,7 +252,7 @@ def _measure(text: str, nodes: int) -> None:
 
 
 @functools.cache
-def _loader() -> Any:
+def _loader(powers: bool) -> Any:
     """Returns PyYAML's safe loader, limited to the types that JSON has and to text keys."""
     import yaml
 
@@ -292,7 +275,10 @@ def _loader() -> Any:
                 key = self.construct_object(key_node, deep=True)
                 if isinstance(key, list | dict):
                     raise Malformed(f"line {key_node.start_mark.line + 1}: a key of a mapping is a list or a mapping")
-                mapping[key if isinstance(key, str) else _key(key)] = self.construct_object(value_node, deep=deep)
+                name = key if isinstance(key, str) else _key(key)
+                if name in mapping:
+                    raise Malformed(f"line {key_node.start_mark.line + 1}: key '{name}' is given twice")
+                mapping[name] = self.construct_object(value_node, deep=deep)
             return mapping
 
     def number(kind: str) -> None:
@@ -310,6 +296,8 @@ def _loader() -> Any:
 
     for kind in ("int", "float", "bool"):
         number(kind)
+    if powers:
+        Loader.add_implicit_resolver(core + "float", POWER, list("-+0123456789"))
     return Loader
 
 

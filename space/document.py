@@ -1,6 +1,6 @@
 """Spaces as documents: plain lists and mappings, and YAML files.
 
-Errors name the entry, in a file its line and column.
+Errors name the entry.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import SpaceError, unknown
-from ..base.reading import LARGEST_DOCUMENT, POWER, TooMuch, measure_yaml, path_of, read_named
+from ..base.reading import LARGEST_DOCUMENT, POWER, Malformed, parse_yaml, path_of, read_named
 from ..base.writing import write_atomic
 from .expression import Expression
 from .grammar import GrammarError, parse
@@ -27,7 +27,7 @@ MOST_KNOBS, MOST_CONSTRAINTS = 500, 500
 MOST_TERMS = 10_000
 """Largest number of names in the rule of a derived knob after the derived knobs in it are expanded."""
 _MOST_NODES = 20_000
-"""Largest number of nodes of a file. PyYAML's own nodes, which record the place of each entry, are slow to build."""
+"""Largest number of nodes of a file."""
 _LONG = 8  # more integers than this are written as a range if they form one
 _COMPARED = 10_000  # points at which a lambda and its text are compared
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -145,11 +145,10 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """See `Space.to_yaml`; writes the result of `Space.to_dict`."""
     import yaml
 
-    base: Any = _with_powers(yaml.SafeDumper)
-
-    class Dumper(base):
+    class Dumper(yaml.SafeDumper):
         """Writes lists of values on one line, everything else on separate lines."""
 
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", POWER, list("-+0123456789"))
     Dumper.add_representer(
         _Inline,
         lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True),
@@ -169,99 +168,26 @@ class _Inline(list[Any]):
     """A list written on one line."""
 
 
-def _with_powers(base: Any) -> Any:
-    """Returns a loader or dumper of PyYAML for which `1e-4` is a number, not a text."""
-    extended: Any = type(base.__name__, (base,), {})
-    extended.add_implicit_resolver("tag:yaml.org,2002:float", POWER, list("-+0123456789"))
-    return extended
-
-
 # -- reading -------------------------------------------------------------------------------------------------
 
 
 def read_dict(space: Any, data: Any) -> None:
     """See `Space.from_dict`; declares the contents of `data` in an empty `Space`."""
-    _Reader(space, _Places()).read(data)
+    _Reader(space).read(data)
 
 
 def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
     """See `Space.from_yaml`; declares the contents of a file in an empty `Space`."""
-    import yaml
-
     try:
-        content = read_named(path_of(path), at_most=LARGEST_DOCUMENT).decode("utf-8")
-        measure_yaml(content, nodes=_MOST_NODES)
+        content = read_named(path_of(path), at_most=LARGEST_DOCUMENT)
+        data = parse_yaml(content, nodes=_MOST_NODES, powers=True)
     except OSError as error:
         raise SpaceError(f"cannot read the space from {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise SpaceError(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}") from error
-    except TooMuch as error:
-        raise SpaceError(f"{path}: {error}") from error
-    loader = None
-    try:
-        # Its nodes have line numbers for messages.
-        loader = _with_powers(getattr(yaml, "CSafeLoader", yaml.SafeLoader))(content)
-        node = loader.get_single_node()
-        data = loader.construct_document(node) if node is not None else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        detail = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
-        raise SpaceError(f"{path}{place}: not valid YAML: {detail or error}") from error
-    except (ValueError, RecursionError) as error:  # an impossible date, or infinitely nested lists
+    except Malformed as error:
         raise SpaceError(f"{path}: not valid YAML: {error}") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
-    if node is None:
+    if data is None:
         raise SpaceError(f"{path} is empty; a space has at least the key 'knobs'")
-    places = _Places(str(path), node)
-    places.refuse_duplicates()
-    _Reader(space, places).read(data)
-
-
-class _Places:
-    """Places of entries, for messages: line in a file, otherwise the path of keys."""
-
-    def __init__(self, file: str = "", root: Any = None) -> None:
-        self.file = file
-        self.root = root
-
-    def locate(self, path: KeyPath) -> str:
-        """The start of a message about the entry at `path`."""
-        if self.root is not None:
-            return f"{self.file}, line {self._node(path).start_mark.line + 1}: "
-        keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
-        return f"{keys}: " if keys else ""
-
-    def refuse_duplicates(self) -> None:
-        """Refuses duplicate keys. In YAML a later key silently replaces an earlier one."""
-        todo, seen = [self.root], set()
-        while todo:
-            node = todo.pop()
-            if id(node) in seen or isinstance(node.value, str):
-                continue
-            seen.add(id(node))
-            if node.id == "sequence":
-                todo += node.value
-                continue
-            keys = set()
-            for key, value in node.value:
-                if key.value in keys:
-                    line = key.start_mark.line + 1
-                    raise SpaceError(f"{self.file}, line {line}: key '{key.value}' is given twice")
-                if isinstance(key.value, str):
-                    keys.add(key.value)
-                todo.append(value)
-
-    def _node(self, path: KeyPath) -> Any:
-        node = self.root
-        for key in path:
-            if isinstance(key, int):
-                node = node.value[key]
-            else:
-                node = next((value for name, value in node.value if name.value == key), node)
-        return node
+    _Reader(space, str(path)).read(data)
 
 
 class _Reader(Mapping[str, Knob]):
@@ -269,9 +195,9 @@ class _Reader(Mapping[str, Knob]):
     first rule mentions them, so that the sections of a file need no order.
     """
 
-    def __init__(self, space: Any, places: _Places) -> None:
+    def __init__(self, space: Any, file: str = "") -> None:
         self.space = space
-        self.places = places
+        self.file = file
         self.pending: dict[str, int] = {}  # derived knobs not declared yet, by their place in the list
         self.entered: list[str] = []
         self.derived: list[Any] = []
@@ -432,10 +358,12 @@ class _Reader(Mapping[str, Knob]):
         except _Located:
             raise
         except SpaceError as error:
-            raise _Located(f"{self.places.locate(path)}{error}") from error
+            raise self.error(path, str(error)) from error
 
     def error(self, path: KeyPath, problem: str) -> SpaceError:
-        return _Located(self.places.locate(path) + problem)
+        """Returns the error of the entry at a path of keys."""
+        keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
+        return _Located(f"{', '.join(filter(None, (self.file, keys)))}: {problem}".removeprefix(": "))
 
 
 class _Located(SpaceError):

@@ -500,7 +500,7 @@ class Space:
 
         Raises:
             SpaceError: not readable, not YAML, wrong structure, a text outside the grammar, or an invalid space; the
-                message has file, line and column.
+                message has the file, the entry, and the column in a rule.
         """
         space = cls()
         read_yaml(space, path)

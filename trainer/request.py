@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ..base.device import Device
 from ..base.errors import NothingFound, StudyError, UsageError, nearest, unknown
 from ..base.option import Option, either, options_of
-from ..base.reading import LARGEST_DOCUMENT, Malformed, absolute, parse_yaml, path_of, read_named, with_power
+from ..base.reading import LARGEST_DOCUMENT, Malformed, absolute, parse_yaml, path_of, read_named
 from ..models import Workload
 from ..models.layouts.hugging_face import difference, own_tokenizer
 from ..models.lora import check_lora
@@ -221,7 +221,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """
     settings_path = path_of(path)
     try:
-        values = parse_yaml(read_named(settings_path, at_most=LARGEST_DOCUMENT))
+        values = parse_yaml(read_named(settings_path, at_most=LARGEST_DOCUMENT), powers=True)
     except (OSError, Malformed) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"the settings in {settings_path} cannot be read: {why}") from error
@@ -235,7 +235,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         if name not in setting_options:
             raise UsageError(f"the settings in {settings_path}: {unknown('setting', name, setting_options)}")
         field, option = setting_options[name]
-        settings[name] = tuple(map(with_power, value)) if isinstance(value, list) else with_power(value)
+        settings[name] = tuple(value) if isinstance(value, list) else value
         kind = (
             type(field.default) if isinstance(field.default, (bool, tuple)) else str if option.type is None else object
         )

@@ -121,31 +121,31 @@ def test_callables_are_refused_saying_which_and_what_to_do(tmp_path):
     [
         (
             TP + "constraints:\n- require: __import__('os').system('true') == 0\n",
-            "line 4: column 1: only min",
+            r"constraints\[0\].require: column 1: only min",
         ),
         (
             TP + "constraints:\n- require: 'tp.values == 1'\n",
-            "line 4: column 1: .* attributes cannot be read",
+            r"constraints\[0\].require: column 1: .* attributes cannot be read",
         ),
         (
             TP + "constraints:\n- require: |\n    tp > 0 and\n      tpp < 3\n",
-            "line 4: line 2, column 3: unknown knob 'tpp'; did you mean 'tp'",
+            r"constraints\[0\].require: line 2, column 3: unknown knob 'tpp'; did you mean 'tp'",
         ),
         (
             TP + "constraints:\n- require: tp > 0 and\n    tpp < 3\n",
-            "line 4: column 12: unknown knob 'tpp'",
+            r"constraints\[0\].require: column 12: unknown knob 'tpp'",
         ),
         (
             TP + "- {name: x, type: flag, when: tp >}\n",
-            "line 3: column 5: not an expression",
+            r"knobs\[1\].when: column 5: not an expression",
         ),
         (
             TP + "derived:\n- {name: dp, value: 8 / / tp}\n",
-            "line 4: column 5: not an expression",
+            r"derived\[0\].value: column 5: not an expression",
         ),
-        ("knobs: [", r"line [12], column \d: not valid YAML"),
+        ("knobs: [", r"not valid YAML: line [12], column \d: "),
         ("", "is empty"),
-        ("3", "line 1: a space is a mapping with the keys knobs, derived, constraints, but got 3"),
+        ("3", "a space is a mapping with the keys knobs, derived, constraints, but got 3"),
         ("{}", "the key 'knobs' is missing"),
         ("knobs: 3", "'knobs' must be a list, but got 3"),
         (
@@ -153,13 +153,13 @@ def test_callables_are_refused_saying_which_and_what_to_do(tmp_path):
             r"an entry of 'constraints' is a mapping, but got 'a \* 2 <= 8'; write require: a \* b <= 8",
         ),
         ("knob: []\n", "unknown key 'knob'; did you mean 'knobs'"),
-        ("knobs: []\nconstraints: {a: 1}\n", "line 2: 'constraints' must be a list"),
-        ("knobs:\n- {values: [1]}\n", "line 2: the key 'name' is missing"),
-        ("knobs:\n- {name: tp}\n", "line 2: knob 'tp' needs 'values'"),
-        ("knobs:\n- {name: tp, values: []}\n", "line 2: knob 'tp' has no values"),
+        ("knobs: []\nconstraints: {a: 1}\n", "constraints: 'constraints' must be a list"),
+        ("knobs:\n- {values: [1]}\n", r"knobs\[0\]: the key 'name' is missing"),
+        ("knobs:\n- {name: tp}\n", r"knobs\[0\]: knob 'tp' needs 'values'"),
+        ("knobs:\n- {name: tp, values: []}\n", r"knobs\[0\]: knob 'tp' has no values"),
         ("knobs:\n- {name: tp, values: [1], value: [2]}\n", "unknown key 'value'; did you mean 'values'"),
         ("knobs:\n- {name: tp, type: int, values: [1]}\n", "unknown type 'int'; did you mean 'integer'"),
-        ("knobs:\n- {name: tp, low: 4, high: 1}\n", "line 2: knob 'tp': low <= high must hold"),
+        ("knobs:\n- {name: tp, low: 4, high: 1}\n", r"knobs\[0\]: knob 'tp': low <= high must hold"),
         ("knobs:\n- {name: tp, values: [1, 2], default: 3}\n", "has no value 3; the nearest is 2"),
         (
             "knobs:\n- {name: tp, values: [1, 2], default: 1, default: 2}\n",
@@ -176,13 +176,13 @@ def test_callables_are_refused_saying_which_and_what_to_do(tmp_path):
         ),
         (
             TP + "constraints:\n- {require: tp > 4, reason: large}\n",
-            "line 4: constraint `tp > 4` \\(large\\) can never hold: tp is one of 1, 2",
+            r"constraints\[0\].require: constraint `tp > 4` \(large\) can never hold: tp is one of 1, 2",
         ),
         (
             TP + "constraints:\n- {require: tp > 1}\n- {require: tp < 2}\n",
-            "line 5: constraint `tp < 2` leaves no valid configuration: it contradicts `tp > 1`",
+            r"constraints\[1\].require: constraint `tp < 2` leaves no valid configuration: it contradicts `tp > 1`",
         ),
-        ("knobs: !!python/object/apply:os.system ['true']\n", "line 1, column 8: not valid YAML"),
+        ("knobs: !!python/object/apply:os.system ['true']\n", "not valid YAML: line 1, column 8"),
         ("[" * 3000, "nest"),
     ],
 )
@@ -211,7 +211,7 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
     with pytest.raises(SpaceError, match="cannot read the space"):
         Space.from_yaml(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"knobs: \xff\xfe\n")
-    with pytest.raises(SpaceError, match=r"not a text in UTF-8: .* at byte 7"):
+    with pytest.raises(SpaceError, match=r"not valid YAML: it is not UTF-8 at 7"):
         Space.from_yaml(tmp_path / "binary.yaml")
     (tmp_path / "control.yaml").write_bytes(b"knobs: \x00\n")
     with pytest.raises(SpaceError, match=r"control\.yaml.*not valid YAML"):
@@ -276,5 +276,5 @@ def test_a_range_of_floats_is_read_and_written_as_its_values(write, tmp_path):
     assert space["lr_scale"].values == (1e-4, 1e-3, 1e-2, 1e-1) and space["share"].values == (0.5, 0.75, 1.0)
     space.to_yaml(tmp_path / "again.yaml")
     assert list(Space.from_yaml(tmp_path / "again.yaml")) == list(space)
-    with pytest.raises(SpaceError, match=r"line 2: 'log' is true or false"):
+    with pytest.raises(SpaceError, match=r"knobs\[0\].log: 'log' is true or false"):
         Space.from_yaml(write("knobs:\n- {name: x, low: 1.0, high: 2.0, log: 1}\n"))
