@@ -30,6 +30,8 @@ SIMULATED = "simulated, nothing was run"
 EMULATED = "emulated, some ranks ran alone on one device"
 """Text shown with every emulated run."""
 
+TOP = listing.Selection(top=20)
+"""The trials that are shown unless others are selected."""
 _SHOWN_REASON = 300  # characters
 
 
@@ -47,13 +49,7 @@ class Column:
         object.__setattr__(self, "cells", [fold(content) for content in self.cells])
 
 
-def render(
-    run: RunFolder | View,
-    console: "Console",
-    *,
-    top: int | None = 20,
-    selection: listing.Selection | None = None,
-) -> None:
+def render(run: RunFolder | View, console: "Console", selection: listing.Selection = TOP) -> None:
     """Prints a run: its winner, the counts by status, and its trials: the fastest first, failures last.
 
     On a terminal the table is drawn with the reasons below it. Elsewhere a trial is one line, its cells are separated
@@ -62,8 +58,7 @@ def render(
     Args:
         run: the run.
         console: where to print.
-        top: rows at most; None for all.
-        selection: the trials, their order and the columns; replaces `top`.
+        selection: the trials, their order and the columns.
 
     Raises:
         UsageError: the selection names an unknown status or column.
@@ -71,7 +66,6 @@ def render(
     from rich.text import Text
 
     trials = run.trials()
-    selection = selection or listing.Selection(top=top)
     picked, cut_off = listing.select(trials, selection)
     requested = listing.chosen_columns(trials, selection.columns)
     for line in [*_head(run), *_outcome(trials)]:

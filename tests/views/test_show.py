@@ -48,10 +48,10 @@ def test_plain_output_names_the_winner_and_sorts_by_throughput(run):
 
 
 def test_top_limits_the_rows_and_says_so(run):
-    text = shown(run, top=1)
+    text = shown(run, selection=listing.Selection(top=1))
     assert "3 more; all are in " in text
     assert "default  " not in text
-    assert "more; all" not in shown(run, top=None)
+    assert "more; all" not in shown(run, selection=listing.Selection())
 
 
 def test_hostile_reasons_are_printed_as_they_are_on_one_line(run):
