@@ -19,9 +19,6 @@ FIXED = (
 )  # fmt: skip
 """The columns before the knobs, in order. `started` is Unix time, s."""
 
-LATER = frozenset({"expert_dropped", "emulated_ranks", "seconds_modelled"})
-"""The fixed columns that files of earlier versions lack."""
-
 TEXTS = frozenset({"status", "reason", "unit", "sampler", "emulated_ranks", "log"})
 """The fixed columns that contain text."""
 

@@ -92,7 +92,7 @@ def render(run: RunFolder | View, console: "Console", selection: listing.Selecti
 def _head(run: RunFolder | View) -> list[str]:
     document = run.document or {}
     request = document.get("asked", {})
-    facts = [str(request[key]) for key in ("model",) if request.get(key)]
+    facts = [str(request["model"])] if request.get("model") else []
     if facts and (workload := request.get("workload")) and workload.get("class"):
         facts[0] += f" ({workload['class']})"
     facts += [
