@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -224,8 +224,6 @@ def _task(configuration: Any, name: str, class_name: str | None) -> Task:
     Raises:
         WorkloadError: the class is not one of the family, or its task is not supported.
     """
-    from .refusal import refused
-
     model_type = configuration.model_type
     class_by_task: dict[Task, str] = {
         task: classes[0]
@@ -360,3 +358,24 @@ def shape_of(model: Any) -> dict[str, Any] | None:
     # Configurations of GPT-2, GPT-Neo and others leave it None; their models then use four times the hidden size.
     sizes.setdefault("intermediate", 4 * sizes["hidden"])
     return sizes
+
+
+def refused(class_name: str, name: str, why: str) -> WorkloadError:
+    """Error for a class that is not built, with the workload to write."""
+    end = "" if why.endswith(("?", ".")) else "."
+    return WorkloadError(f"{name}: {class_name} is not trained here: {why}{end}\n" + "\n".join(_sketch(class_name)))
+
+
+def _sketch(class_name: str) -> Iterator[str]:
+    """Yields the lines of a `rl.Workload` for a class of transformers."""
+    yield "Describe its training in a file, train.py, and give --workload train.py:workload:"
+    yield ""
+    yield "    import redline as rl"
+    yield f"    from transformers import AutoConfig, {class_name}"
+    yield ""
+    yield "    config = AutoConfig.from_pretrained('FOLDER')"
+    yield "    workload = rl.Workload("
+    yield f"        model=lambda: {class_name}(config),"
+    yield "        batch=...,  # batch(size, seed): a dict of CPU tensors by the arguments of forward, targets included"
+    yield "        loss=lambda output, batch: ...,  # the mean over the batch; None for output.loss"
+    yield "    )"

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import WorkloadError
-from .architecture import Architecture, described, from_configuration, without_memory
+from .architecture import Architecture, described, from_configuration, refused, without_memory
 from .data import GENERAL, TokenBatches, read_text, window
 from .families import schedule_of
 from .flops import flops_of, follows_values
-from .refusal import refused
 from .tasks import TaskData, task_data
 from .workload import DEFAULT_GLOBAL_BATCH, Workload
 

@@ -13,9 +13,9 @@ from ..knobs.strategy import STANDARD, checked
 from ..space import Space
 from .architecture import Architecture
 from .data import text_bytes
-from .global_batch import check_samples, free_accumulation, shared
 from .lora import check_lora
 from .resolve import workload as resolve_workload
+from .samples import check_samples, free_accumulation, shared
 from .server_model import ServerModel
 from .spaces import check_knobs, checked_allowance, fix_knob, make_space, nothing_allowed, set_values, with_mixing
 from .workload import Workload

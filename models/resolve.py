@@ -3,17 +3,18 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ..base.errors import WorkloadError, meant
+from ..base._transformers import listed_names
+from ..base.errors import WorkloadError, meant, nearest, unknown
 from ..base.reading import absolute
-from .architecture import Architecture, one_line
-from .refusal import refuse_unlisted, unknown_type
+from .architecture import Architecture, one_line, refused
 from .server_model import ServerModel
 from .source import FileSource, nearest_file
 from .workload import Workload, default_name
@@ -100,7 +101,7 @@ def check_name(text: str) -> None:
     from .presets import PRESETS
 
     if text not in PRESETS and (file := _file_of(text)) is not None:
-        refuse_unlisted(_content(file), str(file))
+        _refuse_unlisted(_content(file), str(file))
 
 
 def _file_of(text: str) -> Path | None:
@@ -254,10 +255,10 @@ def _of_contents(
     model_type = content.get("model_type") if isinstance(content, Mapping) else None
     if not isinstance(model_type, str):
         raise WorkloadError(f"{where} is not a Hugging Face model's configuration: it has no model_type")
-    refuse_unlisted(content, where)
+    _refuse_unlisted(content, where)
     with quiet() as transformers:
         if model_type not in transformers.CONFIG_MAPPING:
-            raise unknown_type(model_type, where, transformers.CONFIG_MAPPING)
+            raise _unknown_type(model_type, where, transformers.CONFIG_MAPPING)
         configuration_class = transformers.CONFIG_MAPPING[model_type]
         try:
             configuration = configuration_class.from_dict(dict(content))
@@ -391,3 +392,30 @@ def check_workload(workload: Workload) -> None:
                 "configurations are compared, so draw from a generator that is seeded by the second argument"
             )
     flops_of(workload)  # checks the loss on the way
+
+
+def _unknown_type(model_type: str, where: str, known: Iterable[str]) -> WorkloadError:
+    """Error for a type that transformers does not have."""
+    hint = unknown("model type", model_type, known).partition(" Known:")[0]
+    return WorkloadError(
+        f"{where}: {hint} in transformers {version('transformers')}; code that comes with a model is not run: describe the "
+        "model by a redline.Workload of your own (FILE.py:NAME)"
+    )
+
+
+def _refuse_unlisted(content: Any, where: str) -> None:
+    """Refuses a config.json whose type or class transformers does not list, before it is imported, which takes seconds.
+
+    Raises:
+        WorkloadError: transformers does not list it.
+    """
+    model_type = content.get("model_type") if isinstance(content, Mapping) else None
+    if not isinstance(model_type, str):
+        return
+    names = listed_names()
+    if model_type not in names:
+        raise _unknown_type(model_type, where, filter(str.islower, names))
+    classes = content.get("architectures")
+    if isinstance(classes, list) and classes and classes[0] not in names:
+        why = f"transformers does not list a class of this name{nearest(classes[0], names)}"
+        raise refused(str(classes[0]), where, why)

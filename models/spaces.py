@@ -23,7 +23,7 @@ from .families import generic_schedule
 from .families.cut_blocks import block_calls
 from .families.standard import KNOBS, Runs, StandardSchedule, Support, unconvertible
 from .kernels import kernels_obstacle
-from .mixing import Mixing, mixing_of
+from .samples import Mixing, mixing_of
 from .skeleton import experts_in, skeleton
 from .workload import NEUTRAL, Workload, user_code_errors
 

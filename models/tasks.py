@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import WorkloadError
+from .architecture import refused
 from .data import GeneratorDraw, ImageBatches, Task, inputs_and_labels, random_tokens
-from .refusal import refused
 from .workload import Batch
 
 if TYPE_CHECKING:

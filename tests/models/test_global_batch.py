@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 from redline.base.device import Device
 from redline.base.errors import SpaceError, UsageError
 from redline.models import Workload, list_presets, workload
-from redline.models.global_batch import shareable, shared
 from redline.models.request import TrainingRequest, resolve
+from redline.models.samples import shareable, shared
 from redline.models.spaces import default_space
 from redline.space import Space
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from redline.base.device import Device
 from redline.models import Workload
-from redline.models.mixing import mixing_of
 from redline.models.request import TrainingRequest, resolve
+from redline.models.samples import mixing_of
 from redline.models.spaces import default_space, lossy_of_space
 from torch import nn
 

@@ -14,10 +14,10 @@ from ...frameworks.registry import find_launcher
 from ...knobs.strategy import SPLITS, STANDARD
 from ...knobs.text import value_text
 from ...models import Workload
-from ...models.global_batch import samples_of_a_pass
 from ...models.huggingface import hugging_face_workload
 from ...models.request import TrainingRequest, resolve
 from ...models.resolve import workload as resolve_workload
+from ...models.samples import samples_of_a_pass
 from ...models.server_model import ServerModel
 from ...models.spaces import lossy_of_space
 from ...runners.command.command import Command
