@@ -278,7 +278,7 @@ TABLE = (
         settings={"shard": 64},
     ),
     Program(name="stalls-worker", command=f"{SCRIPT}stalls.py{LOOP} --shard 64 --workers 1", steps=65, slow=True),
-    Program(name="gan", command=f"{SCRIPT}gan.py{LOOP}", losses=3, optimizers=2),
+    Program(name="gan", command=f"{SCRIPT}gan.py{LOOP}", losses=3, optimizers=2, slow=True),
     Program(
         name="two-optimizers",
         command=f"{SCRIPT}two_optimizers.py{ACCUMULATING}",
@@ -345,6 +345,7 @@ TABLE = (
         name="oom-of-a-thread",
         command=f"{SCRIPT}failures.py thread{LOOP}",
         message="torch.OutOfMemoryError: CUDA out of memory",
+        slow=True,
     ),
     Program(
         name="error",
