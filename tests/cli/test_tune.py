@@ -237,7 +237,7 @@ def test_a_command_whose_model_is_known_is_estimated_exported_and_learned_from(t
     otherwise = rl.Command(command=f"{MEGATRON} --model gpt2 --use-flash-attn", launcher="megatron")
     notes = " ".join(rl.tune(otherwise, out="otherwise", warm_start="r", **CLUSTER).notes)
     assert "of another task" in notes
-    assert "the command names it, and model names another" in notes
+    assert "the command names it, and `model` names another" in notes
 
 
 def test_a_model_that_flags_describe_needs_no_name(tmp_path, monkeypatch, capsys):

@@ -68,7 +68,7 @@ def measured(throughput=640.0, peak=100.0, **changes):
             {"products": "float16"},
             "its matrix products ran in float16, not in float32 as",
         ),
-        (RequestedTraining(ranks=2), {}, "it trained on 1 rank, but devices asks for 2"),
+        (RequestedTraining(ranks=2), {}, "it trained on 1 rank, but `devices` asks for 2"),
     ],
 )
 def test_another_training_than_the_one_asked_for_is_named_with_both_numbers(asked, changes, reason):
