@@ -45,7 +45,7 @@ def python_scalar(value: Any, subject: str = "value") -> Value:
         else:
             raise SpaceError(
                 f"{subject} must be a bool, an int, a float, a text or None, but got {value!r} "
-                f"of type {type(value).__name__}; declare a knob for each part of a tuple, and space.require_one_of(rows)"
+                f"of type {type(value).__name__}{_instead_of(value)}"
             )
     if isinstance(value, int):
         if abs(value) > INTEGER_LIMIT:
@@ -54,6 +54,23 @@ def python_scalar(value: Any, subject: str = "value") -> Value:
     if not math.isfinite(value):
         raise SpaceError(f"{subject} must be finite, but got {value}")
     return value + 0.0  # -0.0 and 0.0 are the same value
+
+
+def _instead_of(value: Any) -> str:
+    """The declaration to write for a tuple of plain values; empty for anything else."""
+    if (
+        not isinstance(value, tuple | list)
+        or len(value) < 2
+        or not all(isinstance(component, int | float | str) for component in value)
+    ):
+        return ""
+    joined = "x".join(map(str, value))
+    names = [f"part{number}" for number in range(1, len(value) + 1)]
+    row = ", ".join(f"'{name}': {component!r}" for name, component in zip(names, value))
+    return (
+        f". Declare a knob for each part and space.require_one_of([{{{row}}}, ...]), which lets the search learn from "
+        f"each part, or give texts such as '{joined}' and split them: config[...].split('x')"
+    )
 
 
 def kind_of(value: Value) -> str:

@@ -46,9 +46,8 @@ def _check_honoured(request: Request, task: Task) -> None:
     at_once = requested_options.get("concurrency", 1)
     for name in ("ray_address", "device_kind"):
         if name in requested_options and request.runs_on != "ray":
-            flag = f"--{name.replace('_', '-')}"
             raise UsageError(
-                f"{flag} has no effect on the runner '{request.runs_on}'; request the runner 'ray', or leave it out"
+                f"{option(name)} has no effect on the runner '{request.runs_on}'; request the runner 'ray', or leave it out"
             )
     if "device_kind" in requested_options and cluster_address(request.ray_address) is None:
         raise UsageError(f"{option('device_kind')} chooses among the devices of a cluster: {option('ray_address')}")

@@ -237,12 +237,12 @@ def replaced_item(mapping, key, value):
 
 def _of_chunks(change):
     """Calls `change(logits, losses)` for every chunk and uses the losses it returns; `logits` holds their gradients."""
-    real = unformed._to_gradients
+    real = unformed.losses_
 
-    def faulty(logits, target, product):
-        return change(logits, real(logits, target, product))
+    def faulty(logits, *arguments):
+        return change(logits, real(logits, *arguments))
 
-    return replaced(unformed, "_to_gradients", faulty)
+    return replaced(unformed, "losses_", faulty)
 
 
 def every_other_chunk_gives_no_gradient(training):

@@ -277,7 +277,7 @@ def test_a_traceback_before_exit_code_0_is_the_reason_of_a_crash(run, script):
         (
             "print('Throughput: 12 tok/s')",
             Status.CRASH,
-            "without reporting a throughput, a step's time or its number; --metric 'Throughput: (?P<tokens_per_second>",
+            "without reporting a throughput, a step's time or its number; metric='Throughput: (?P<tokens_per_second>",
         ),
         ('print(\'{"step_ms": 5, "loss": "x"}\')', Status.OK, ""),
         ('for i in range(50): print(\'{"step_ms": 5, "loss": NaN}\')', Status.WRONG, "the reported loss is nan"),
@@ -394,7 +394,7 @@ def test_a_speed_in_an_unknown_form_ends_the_trial_with_the_metric_that_reads_it
     )
     assert measured.status is Status.CRASH and time.monotonic() - begin < 60
     assert measured.reason.startswith(
-        "no training of it can be observed, and its speed is printed in an unknown form: --metric "
+        "no training of it can be observed, and its speed is printed in an unknown form: metric='"
     )
     assert "(?P<samples_per_second>" in measured.reason and "reads '12.5' in 'step " in measured.reason
 
