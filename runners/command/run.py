@@ -354,6 +354,18 @@ class Run(Clock):
             reported_at = values.pop(TIME, now)
             if values:
                 self._take(self._with_rates(Reported(values, reported_at)))
+        self._look_at_memory(now)
+        if self.terms.observe:
+            self._observe(now, ended=ended)
+        self._give_up(now, ended=ended)
+        if now >= self._state_at:
+            self._state_at = now + REPORT_S
+            previous, self._state = self._state, self._read_so_far()
+            if self._state != previous:
+                self.on_state(self._state)
+
+    def _look_at_memory(self, now: float) -> None:
+        """Records the memory of its processes, and whether it exceeds the limit."""
         resident_mib = _resident_mib(self.process.pid)
         memory_mib = self._gpus.held_mib(resident_mib) if self._gpus else max(resident_mib.values(), default=0.0)
         if memory_mib > self.peak_mib:
@@ -367,14 +379,6 @@ class Run(Clock):
             self._oom_until, self.over_limit = now, True
         self.pids.update(resident_mib)
         self.shortage.look(list(resident_mib))
-        if self.terms.observe:
-            self._observe(now, ended=ended)
-        self._give_up(now, ended=ended)
-        if now >= self._state_at:
-            self._state_at = now + REPORT_S
-            previous, self._state = self._state, self._read_so_far()
-            if self._state != previous:
-                self.on_state(self._state)
 
     def _observe(self, now: float, *, ended: bool) -> None:
         """Reads what the observer has written.
@@ -476,6 +480,7 @@ class Run(Clock):
         """
         if self.process.poll() is not None:
             return
+        self._look_at_memory(time.monotonic())  # its speed may be known before the next check
         processes: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             processes = family(self.process.pid)
