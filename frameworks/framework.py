@@ -371,6 +371,10 @@ class Framework:
     """Writes a setting as an option of a command that has the settings of a reader."""
     assigns: bool = False
     """True if its commands have settings as `key=value`."""
+    read_words: Callable[[Sequence[str], dict[str, Any]], tuple[str, ...]] = lambda command, settings: ()
+    """Adds what the words of a command besides options say to its settings, such as a subcommand, and returns notes."""
+    is_common: bool = False
+    """True if its settings are also those of other trainers, so that files with them are read as those of a chosen one."""
 
     @property
     def signs(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """LitGPT: `litgpt pretrain MODEL ...` and `litgpt finetune_lora MODEL ...`, and their YAML."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..knobs.strategy import Strategy
@@ -99,4 +100,15 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return {_TOTAL: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 
 
-FRAMEWORK = framework_of("litgpt", KNOBS, conventions=conventions, prepare=prepare, read=read, write=write)
+def _read_words(command: Sequence[str], settings: dict[str, Any]) -> tuple[str, ...]:
+    """Reads the subcommand, and the model that follows it."""
+    if Path(command[0]).name == "litgpt" and len(command) > 1:
+        settings["subcommand"] = command[1]
+        if len(command) > 2 and not command[2].startswith("-"):
+            settings.setdefault("model_name", command[2])
+    return ()
+
+
+FRAMEWORK = framework_of(
+    "litgpt", KNOBS, conventions=conventions, prepare=prepare, read=read, read_words=_read_words, write=write
+)

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..knobs.meaning import recomputed
@@ -440,6 +441,26 @@ def option(name: str, value: Any, reader: SettingsReader) -> str:
     return f"--{name} {value}"
 
 
+_OTHER_MODELS = re.compile(r"(?<![a-z])(bert|t5|vlm|vision|retro|ict|mamba|multimodal)(?![a-z])")
+"""Words in names of scripts and their folders that build other models than a GPT."""
+
+
+def _read_words(command: Sequence[str], settings: dict[str, Any]) -> tuple[str, ...]:
+    """Returns a note if the script builds another kind of model."""
+    script = Path(command[0])
+    kind = None if "gpt" in script.name else _OTHER_MODELS.search("/".join(script.parts[-2:]))
+    if kind is None:
+        return ()
+    return (f"{script.name} trains another kind of model ({kind[1]}): its flags are read as those of a GPT",)
+
+
 FRAMEWORK = framework_of(
-    "megatron", KNOBS, conventions=conventions, prepare=prepare, read=read, write=write, option=option
+    "megatron",
+    KNOBS,
+    conventions=conventions,
+    prepare=prepare,
+    read=read,
+    read_words=_read_words,
+    write=write,
+    option=option,
 )

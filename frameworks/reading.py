@@ -109,9 +109,7 @@ def _read_file(path: Path, chosen: Framework | None = None) -> SourcesAndFacts:
         return sources, _merge_facts(facts, {"notes": _not_understood(unknown_lines)})
     settings = read_document(path)
     framework = _recognised(settings)
-    if chosen is not None and (
-        framework is None or framework.name == "trainer"
-    ):  # its arguments are of several trainers
+    if chosen is not None and (framework is None or framework.is_common):
         framework = chosen
     if framework is None:
         raise UsageError(_unrecognised(str(path), settings))
@@ -277,8 +275,6 @@ _FLAGS = frozenset((
 ))  # fmt: skip
 """Options of launchers without a value."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
-_OTHER_MODELS = re.compile(r"(?<![a-z])(bert|t5|vlm|vision|retro|ict|mamba|multimodal)(?![a-z])")
-"""Words in names of Megatron-LM's scripts and their folders that build other models than a GPT."""
 _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=((?!.*,\w+=).*)", re.DOTALL)
 _PAIRS = ("optim_args",)
 """Options whose value is `name=value,...`."""
@@ -405,16 +401,8 @@ def _read_command(
         }
         facts = _merge_facts(_merge_facts(further, facts), {"unread": user_settings})
     else:
-        script_name = "/".join(Path(command[0]).parts[-2:]) if command and "gpt" not in program else ""
-        if framework.name == "megatron" and (kind := _OTHER_MODELS.search(script_name)):
-            note = f"{program} trains another kind of model ({kind[1]}): its flags are read as those of a GPT"
-            facts = _merge_facts({"notes": [note]}, facts)
-        if program in ("litgpt", "trl") and len(command) > 1:
-            settings["subcommand"] = command[1]
-        elif framework.name == "trl":
-            settings["subcommand"] = program.removesuffix(".py").removeprefix("run_")
-        if program == "litgpt" and len(command) > 2 and not command[2].startswith("-"):
-            settings.setdefault("model_name", command[2])
+        if command:
+            facts = _merge_facts({"notes": [*framework.read_words(command, settings)]}, facts)
         assigns = framework.assigns and (not dashes or any(_ASSIGNED.fullmatch(word) for word in command[1:]))
         command_sources, further = _with_files(
             framework, settings, where, "assignments" if assigns else "options", Path() if files else None

@@ -326,5 +326,5 @@ def option(name: str, value: Any, reader: SettingsReader) -> str:
 
 
 FRAMEWORK = framework_of(
-    "trainer", KNOBS, option=option, prepare=prepare, conventions=conventions, read=_read, write=write
+    "trainer", KNOBS, option=option, prepare=prepare, conventions=conventions, read=_read, write=write, is_common=True
 )

@@ -1,5 +1,9 @@
 """TRL: `trl sft --config FILE`, its scripts and their YAML; arguments of the Trainer, and some of its own."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from . import deepspeed
 from .common import read_lora, read_quantized, read_stage
 from .framework import SettingsReader, framework_of
@@ -28,6 +32,14 @@ def _prepare(reader: SettingsReader) -> None:
     if not reader.flag("fp16"):
         reader.set("bf16", True)
     prepare(reader)
+
+
+def _read_words(command: Sequence[str], settings: dict[str, Any]) -> tuple[str, ...]:
+    """Reads the trainer from the subcommand or the name of the script."""
+    program = Path(command[0]).name
+    has_subcommand = program == "trl" and len(command) > 1
+    settings[SUBCOMMAND] = command[1] if has_subcommand else program.removesuffix(".py").removeprefix("run_")
+    return ()
 
 
 def _read(reader: SettingsReader) -> None:
@@ -77,5 +89,12 @@ def _read_accelerate(reader: SettingsReader) -> None:
 
 
 FRAMEWORK = framework_of(
-    "trl", KNOBS, option=option, prepare=_prepare, conventions=conventions, read=_read, write=write
+    "trl",
+    KNOBS,
+    option=option,
+    prepare=_prepare,
+    conventions=conventions,
+    read=_read,
+    read_words=_read_words,
+    write=write,
 )
