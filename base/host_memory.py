@@ -1,5 +1,9 @@
 """Host memory available to a process: limits and free memory of the machine and its control groups, by which containers and
-batch systems limit memory and cores (Linux)."""
+batch systems limit memory and cores (Linux).
+
+Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/,
+`man 5 proc_pid_mountinfo`.
+"""
 
 import shutil
 from collections.abc import Iterator

@@ -178,7 +178,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 # -- YAML ----------------------------------------------------------------------------------------------------
 
 
-def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES, powers: bool = False) -> Any:
+def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES, ours: bool = False) -> Any:
     """Returns the content of a YAML document: dict with text keys, list, str, int, float, bool, None.
 
     The limits are checked before the document is loaded. Dates and merge keys stay strings; other tags raise an error.
@@ -186,7 +186,8 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES, powers: bool = Fal
     Args:
         data: UTF-8 bytes or text.
         nodes: most nodes, see `MOST_NODES`.
-        powers: read unquoted `1e-4` as a number, not a text.
+        ours: the document is one of redline's own formats: unquoted `1e-4` is a number, and a key that is given twice is refused.
+            Other programs read such a number as text, and take the last value of a key.
 
     Raises:
         TooMuch: the document is larger, deeper or wider than the limits.
@@ -199,7 +200,7 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES, powers: bool = Fal
     try:
         content = data.decode("utf-8") if isinstance(data, bytes) else data
         _measure(content, nodes)
-        return yaml.load(content, Loader=_loader(powers))
+        return yaml.load(content, Loader=_loader(ours))
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise Malformed(f"it is not UTF-8 at {error.start}") from error
     except yaml.YAMLError as error:
@@ -252,7 +253,7 @@ def _measure(text: str, nodes: int) -> None:
 
 
 @functools.cache
-def _loader(powers: bool) -> Any:
+def _loader(ours: bool) -> Any:
     """Returns PyYAML's safe loader, limited to the types that JSON has and to text keys."""
     import yaml
 
@@ -276,7 +277,7 @@ def _loader(powers: bool) -> Any:
                 if isinstance(key, list | dict):
                     raise Malformed(f"line {key_node.start_mark.line + 1}: a key of a mapping is a list or a mapping")
                 name = key if isinstance(key, str) else _key(key)
-                if name in mapping:
+                if ours and name in mapping:
                     raise Malformed(f"line {key_node.start_mark.line + 1}: key '{name}' is given twice")
                 mapping[name] = self.construct_object(value_node, deep=deep)
             return mapping
@@ -296,7 +297,7 @@ def _loader(powers: bool) -> Any:
 
     for kind in ("int", "float", "bool"):
         number(kind)
-    if powers:
+    if ours:
         Loader.add_implicit_resolver(core + "float", POWER, list("-+0123456789"))
     return Loader
 

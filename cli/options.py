@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..base.errors import UsageError, replacement
+from ..base.errors import UsageError
 from ..base.option import Option, options_of as declared
 from ..base.reading import with_power
 from ..runners.command.command import Command
@@ -130,8 +130,6 @@ def request_of(option_values: dict[str, Any], target: Any = None) -> dict[str, A
     values["fix"] = fixes_of(option_values.pop("fix"))
     request_fields = {field.name for field in fields(Request)}
     values |= {name: option_values.pop(name) for name in list(option_values) if name in request_fields}
-    if (advice := replacement("runner", values.get("runner"))) is not None:
-        raise UsageError(advice)
     return values
 
 

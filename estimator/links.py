@@ -2,6 +2,9 @@
 
 Sources: collectives as rings by latency and bandwidth, Thakur et al. 2005; tensor and sequence parallelism, Korthikanti et al.,
 arXiv:2205.05198.
+
+Notation of `Wire`: n ranks of a group; b bytes: those of all ranks together for an all-gather or reduce-scatter, otherwise those
+that one rank sends.
 """
 
 from collections.abc import Sequence

@@ -46,8 +46,8 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
 
 def give_hooks(old: nn.Module, new: nn.Module) -> None:
     """Adds the hooks of `old` to `new`, after those of `new`."""
-    for attribute, hooks in vars(old).items():
-        if "_hooks" in attribute and hooks:
+    for attribute in vars(nn.Module()):  # of torch alone: a user's attribute may have such a name too
+        if "_hooks" in attribute and (hooks := getattr(old, attribute)):
             getattr(new, attribute).update(hooks)
     copy_kind_of_backward_hooks(old, new)
 

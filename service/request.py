@@ -71,8 +71,9 @@ def travelling(given: Mapping[str, Any]) -> dict[str, Any]:
     if (space := tune_arguments.pop("space", None)) is not None:
         request["space"] = (Space.from_yaml(space) if isinstance(space, (str, Path)) else space).to_dict()
     defaults = {field.name: field.default for field in fields(RunRequest)}
+    declared = {field.name for section in SECTIONS for field, _ in options_of(section)}
     for name, value in tune_arguments.items():
-        if name not in {field.name for section in SECTIONS for field, _ in options_of(section)}:
+        if name not in declared:
             raise UsageError(unknown("argument", name, (*TRAVELLING, "space", "target")))
         if name not in TRAVELLING:
             if name in defaults and value == defaults[name]:

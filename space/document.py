@@ -180,7 +180,7 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
     """See `Space.from_yaml`; declares the contents of a file in an empty `Space`."""
     try:
         content = read_named(path_of(path), at_most=LARGEST_DOCUMENT)
-        data = parse_yaml(content, nodes=_MOST_NODES, powers=True)
+        data = parse_yaml(content, nodes=_MOST_NODES, ours=True)
     except OSError as error:
         raise SpaceError(f"cannot read the space from {path}: {error.strerror or error}") from error
     except Malformed as error:

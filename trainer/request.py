@@ -221,7 +221,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """
     settings_path = path_of(path)
     try:
-        values = parse_yaml(read_named(settings_path, at_most=LARGEST_DOCUMENT), powers=True)
+        values = parse_yaml(read_named(settings_path, at_most=LARGEST_DOCUMENT), ours=True)
     except (OSError, Malformed) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"the settings in {settings_path} cannot be read: {why}") from error

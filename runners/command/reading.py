@@ -12,7 +12,7 @@ from ...base.option import option
 from ..trial import failure
 from .objective import BESIDE, PREFERRED
 
-_PRINTED = r"\d[\d,]*\.?\d*[kKMG]?"
+_AMOUNT = r"\d[\d,]*\.?\d*[kKMG]?"
 _UNITS = (
     ("tokens_per_second", r" ?(?:tok(?:en)?s?(?: per second|/s(?:ec(?:ond)?)?)|tps\b(?! ?[:=]))"),
     (
@@ -83,12 +83,12 @@ def _candidates(line: str) -> list[tuple[str, str]]:
     """Returns metrics that read a line, with the numbers that they read."""
     readings = []
     for name, unit in _UNITS:
-        if (match := re.search(rf"(?P<number>{_PRINTED}){unit}", line, re.IGNORECASE)) is not None:
+        if (match := re.search(rf"(?P<number>{_AMOUNT}){unit}", line, re.IGNORECASE)) is not None:
             prefix = _literal(line[: match.start()])
             suffix = _escaped(line[match.end("number") : match.end()])
             readings.append((rf"{prefix}(?P<{name}>[\d.,]+[kKMG]?){suffix}", match["number"]))
     for name, label in _NAMES:
-        if (match := re.search(rf"(?P<label>{label})(?P<number>{_PRINTED})", line, re.IGNORECASE)) is not None:
+        if (match := re.search(rf"(?P<label>{label})(?P<number>{_AMOUNT})", line, re.IGNORECASE)) is not None:
             readings.append((rf"{_escaped(match['label'])}(?P<{name}>[\d.,]+[kKMG]?)", match["number"]))
     return readings
 

@@ -363,6 +363,11 @@ def test_an_accelerate_file_beside_a_script(folder):
     assert places["--per_device_train_batch_size 4"] == "the command"
 
 
+def test_the_last_value_of_a_key_counts_as_in_the_trainers_own_reader(folder):
+    (folder / "lora.yml").write_text(AXOLOTL + "micro_batch_size: 3\nmicro_batch_size: 5\n")
+    assert read("lora.yml").config["micro_batch"] == 5
+
+
 def test_an_axolotl_file(folder):
     (folder / "lora.yml").write_text(AXOLOTL)
     found = read("lora.yml")

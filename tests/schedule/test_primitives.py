@@ -107,6 +107,7 @@ class Slow(nn.Linear):
 def test_replace_keeps_parameters_ties_hooks_and_mode(mlp, seed):
     seen = []
     mlp.fc1.register_forward_hook(lambda *a: seen.append(1))
+    mlp.fc1.users_hooks = ["an attribute of the user's"]
     mlp.fc2.weight = nn.Parameter(mlp.fc1.weight.detach().T.contiguous())
     mlp.tied = nn.Linear(8, 16, bias=False)
     mlp.tied.weight = mlp.fc1.weight

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from command_line import run
 from house import ROOT, sources
 from redline.base.errors import UsageError, replacements
-from redline.base.option import Option, check_options, options_of
+from redline.base.option import Option, check_options, on_command_line, option as name_of_option, options_of
 from redline.cli.main import redline as program
 from redline.cli.options import file_fields, options_for
 from redline.runners.command.command import Command
@@ -119,6 +119,9 @@ def test_every_option_that_a_message_names_is_declared():
     assert len(named) > 50
     for name, *value in named:
         assert (value == [True]) == (declared[name][0].default is False), name
+    with on_command_line():
+        for name in {name for name, *_ in named}:
+            assert name_of_option(name) == f"--{(declared[name][1].flag or name).replace('_', '-')}"
 
 
 @pytest.mark.parametrize("name", sorted(each for each, (_, option) in OPTIONS.items() if option.type))

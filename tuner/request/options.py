@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from ...base.errors import UsageError, nearest, replacement, unknown
-from ...base.option import Option, either, option
+from ...base.option import Option, either, option, options_of
 from ...estimator.hardware import find_hardware
 from ...models import Workload
 from ...models.request import ModelRequest, SpaceRequest, TrainingRequest
@@ -274,10 +274,6 @@ Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
 
-_PYTHON = {"set": "override"}
-"""Arguments of `redline.tune` by the name of their option, if that differs."""
-
-
 def taking(make_request: Callable[Given, Request]) -> Callable[[Callable[[Request], Answer]], Callable[Given, Answer]]:
     """Decorates a function of a request so that it takes the request's fields as arguments, with their signature and
     documentation.
@@ -287,15 +283,13 @@ def taking(make_request: Callable[Given, Request]) -> Callable[[Callable[[Reques
         @wraps(function)
         def called(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
             names = {field.name for field in fields(Request)}
-            for name in kwargs:
+            for name in kwargs.keys() - names:
                 if (advice := replacement("argument", name)) is not None:
                     raise TypeError(f"{function.__name__}(): {advice}")
-                if name in _PYTHON:
-                    raise TypeError(f"{function.__name__}(): the option --{name} is the argument {_PYTHON[name]}")
-                if name not in names:
-                    raise TypeError(
-                        f"{function.__name__}() got an unknown argument '{name}'{nearest(name, names) or '.'}"
-                    )
+                of_flag = {option.flag: field.name for field, option in options_of(Request)}
+                if name in of_flag:
+                    raise TypeError(f"{function.__name__}(): the option --{name} is the argument {of_flag[name]}")
+                raise TypeError(f"{function.__name__}() got an unknown argument '{name}'{nearest(name, names) or '.'}")
             return function(make_request(*args, **kwargs))
 
         begin, _, after_arguments = cleandoc(function.__doc__ or "").partition("\nArgs:\n")
