@@ -40,6 +40,8 @@ OUTCOME = "outcome"
 """Kind of the last event: `state` is one of `SearchState`, `queued` for a search that can continue later; `again` is True if
 it should continue at once, since its machinery failed.
 """
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that are blocked when its process starts, until it has handlers for them."""
 CPU_S = 12 * 3600
 """CPU time of a process, s. Models that users describe are resolved and traced in it."""
 LOCKED_S = 30.0
@@ -234,6 +236,7 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, cancel)
     signal.signal(signal.SIGTERM, lambda number, frame: events.pause())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     HostMemoryMeter().limit(task.memory_mib)
     with contextlib.suppress(ValueError):  # a lower limit is in force
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))

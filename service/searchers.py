@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..base.errors import NotFound, StorageUnavailable, UsageError
 from .cluster import STARTING, Cluster, lives, process_of
@@ -25,7 +25,7 @@ from .records import Contender, ProcessId, Search, SearchState
 from .request import NO_CODE, TARGETS, is_code
 from .runs import folder_of
 from .scheduling import Decision, Kind, decide
-from .searcher import EVENTS, OUTCOME, SearchTask
+from .searcher import EVENTS, HELD_SIGNALS, OUTCOME, SearchTask
 from .serve_options import ServeOptions
 from .store import Store
 from .store.part import DAY_S
@@ -354,9 +354,7 @@ class Searchers:
         try:
             path = folder / LOG
             with open(path, "wb" if path.exists() and path.stat().st_size > LARGEST_LOG else "ab") as log:
-                child = subprocess.Popen(
-                    COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-                )  # fmt: skip
+                child = _started(log)
         except OSError as error:  # the disk is full, or the host has too many processes: not the search's fault
             _log.warning("the search %s does not start: %s", contender.search, error)
             remembered.again_at = time.monotonic() + LONGEST_PAUSE_S
@@ -409,6 +407,17 @@ class Searchers:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS))
             return file.read().decode("utf-8", "replace").strip()
         return ""
+
+
+def _started(log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Starts the process of a search, to which signals come once it has handlers for them: Python loses a `KeyboardInterrupt`
+    that is raised in a destructor or a callback, of which imports call many.
+    """
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+    try:
+        return subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
 def _reports(lines: Iterable[bytes]) -> Iterable[Report]:

@@ -184,6 +184,16 @@ def test_a_search_gives_way_after_its_slice_and_goes_on_when_the_others_have_end
     looked(searchers, lambda: not store.contenders())
 
 
+def test_a_search_that_is_cancelled_while_its_process_starts_ends_when_it_has_started(
+    searchers, store, submit, tmp_path
+):
+    search = submit("starts slowly")
+    looked(searchers, lambda: tasks(tmp_path, search))
+    store.cancel(search)
+    looked(searchers, lambda: not store.contenders(), searchers_module.INTERRUPTED_S / 2)
+    assert (store.search(search).state, store.search(search).best) == ("cancelled", {"throughput": 2.0})
+
+
 @pytest.mark.parametrize("play", ["runs", "ignores an interrupt"])
 def test_a_cancelled_search_is_interrupted_and_then_killed(searchers, store, submit, monkeypatch, play):
     monkeypatch.setattr(searchers_module, "INTERRUPTED_S", 0.5)

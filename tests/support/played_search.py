@@ -24,11 +24,19 @@ def end(state, reason="", **more):
     sys.exit(0)
 
 
+if play == "starts slowly":
+
+    class Slow:
+        def __del__(self):  # Python ignores what is raised here
+            time.sleep(1)
+
+    Slow()
 signal.signal(signal.SIGTERM, lambda number, frame: end("queued", "paused"))
 if play == "ignores an interrupt":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 else:
     signal.signal(signal.SIGINT, lambda number, frame: end("cancelled", best={"throughput": 2.0}))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 write("plan", done=0)
 if play == "writes nonsense":
     with open(folder / "events.jsonl", "a") as file:
@@ -48,7 +56,7 @@ if play == "loses its devices":
     end("failed", "--device-kind must name one of 4 x H100")
 if play == "fails":
     end("failed", "the model has no layers")
-if play in ("runs", "ignores an interrupt"):
+if play in ("runs", "starts slowly", "ignores an interrupt"):
     write("waiting", what="predicting")
     while True:
         time.sleep(0.1)
