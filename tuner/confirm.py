@@ -6,8 +6,9 @@ The logarithms of throughput of contender i in round r are compared by the model
 
 The round term absorbs what changed the speed of all contenders in a round. Levels are therefore comparable although not
 every contender takes part in every round (a randomised block design; Montgomery, Design and Analysis of Experiments,
-chapter 4). The variance of the noise is that of the residuals, moderated by the errors of the measurements themselves
-(Smyth 2004, Linear models and empirical Bayes methods, section 3).
+chapter 4). They are those of measurements that other work did not slow down (`DISTURBED`). The variance of the noise is that
+of the residuals, moderated by the errors of the measurements themselves (Smyth 2004, Linear models and empirical Bayes methods,
+section 3).
 """
 
 import math
@@ -36,6 +37,10 @@ FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
 """Bounds of the number of rounds of each contender."""
 MOST_ROUNDS_OF_PAIR = 18
 """Total number of rounds after which the winner and the default configuration are not measured further to show a gain."""
+DISTURBED = 0.1
+"""Share by which a measurement must be slower than the fastest of its contender to count as disturbed: more than noise, and
+less than a busy core costs on most hosts. Other work can only slow a measurement down, so that it does not count.
+"""
 ERROR = 0.05
 """Probability of dropping the best contender, over all rounds and contenders (Bonferroni)."""
 ROUNDS_TO_TIE = 3
@@ -44,6 +49,8 @@ SHARE_OF_SEARCH = 0.3
 """Limit on the time of rounds beyond the fewest, as a share of the trials' time."""
 FAR_OFF = 1.25
 """Ratio of the first measurement to the re-measurement (or its inverse) above which the user is informed."""
+ROUND_PENALTY = 0.01
+"""Variance of the noise over that of the effects of rounds: a prior that matters only where rounds share no contender."""
 _TYPICAL_NOISE, _PRIOR_DEGREES = 0.01, 4.0
 
 
@@ -85,7 +92,8 @@ class Confirmation:
             return
         try:
             while active and len(self.rounds) < MOST_ROUNDS:
-                enough = all(self._times[trial.number] >= FEWEST_ROUNDS for trial in active)
+                counted = self._counted()
+                enough = all(counted[trial.number] >= FEWEST_ROUNDS for trial in active)
                 left_s = SHARE_OF_SEARCH * spent - (self.watch.elapsed - begin)
                 if self.watch.left <= 0 or (enough and left_s <= 0):
                     break
@@ -200,45 +208,57 @@ class Confirmation:
         """Returns the contenders of the next round; none if the winner is found."""
         if not active:
             return self._contenders(())
-        if any(self._times[trial.number] < FEWEST_ROUNDS for trial in active):
-            return active
-        comparison = self.comparison()
-        top = max(comparison.level, key=lambda number: comparison.level[number])
+        level = compare_rounds(self._undisturbed()).level
+        top = max(level, key=lambda number: level[number])
         by_number = {trial.number: trial for trial in self.run_folder.trials()}
-        # Estimates how fast trials that were never measured again would have been beside the best.
-        # The default configuration shows the change best: it was not selected for a high first measurement.
-        shifts = {n: comparison.level[n] - math.log(by_number[n].throughput) for n in comparison.level}
-        base = next((n for n in shifts if by_number[n].sampler == DEFAULT), None)
-        shift = statistics.median(shifts.values()) if base is None else shifts[base]
-        untried = self._contenders(comparison.level)
+        changes = [level[n] - math.log(by_number[n].first or by_number[n].throughput) for n in level]
+        # What the first measurement of a trial that was never measured again may have lost, as one of these did.
+        lost = max(changes)
+        untried = self._contenders(level)
         challengers = [
-            trial
-            for trial in untried
-            if math.log(trial.throughput) + shift > comparison.level[top] + math.log(CHALLENGE_WITHIN)
+            trial for trial in untried if math.log(trial.throughput) + lost > level[top] + math.log(CHALLENGE_WITHIN)
         ]
         if by_number[top].lossy:
             # The best exact trial takes part as a reference. If it failed, the next one takes its place.
-            exact = [by_number[n].throughput for n in comparison.level if not by_number[n].lossy]
+            exact = [by_number[n].throughput for n in level if not by_number[n].lossy]
             faster = [trial for trial in untried if not trial.lossy and trial.throughput > max(exact, default=0.0)]
             challengers += [trial for trial in faster[:1] if trial not in challengers]
+        if any(self._times[trial.number] < FEWEST_ROUNDS for trial in active):
+            unsteady = max(map(abs, changes)) > -math.log(1 - DISTURBED)
+            return [*active, *challengers] if unsteady else active
+        # With the disturbed measurements, which show how unsteady the machine is.
+        comparison = compare_rounds(self._valid_rounds())
         rivals = [
             trial
             for trial in active
             if trial.number != top
-            and not comparison.ahead(top, trial.number, len(comparison.level) - 1)
+            and not comparison.ahead(top, trial.number, len(level) - 1)
             and (trial.sampler != DEFAULT or comparison.gap(top, trial.number) < EQUAL)
         ]
         close = all(comparison.gap(top, trial.number) < EQUAL for trial in rivals)
         if close and all(self._times[trial.number] >= ROUNDS_TO_TIE for trial in rivals):
             rivals = []
-        return [by_number[top], *rivals, *challengers] if rivals or challengers else []
+        shown = self._counted()[top] >= FEWEST_ROUNDS
+        return [by_number[top], *rivals, *challengers] if rivals or challengers or not shown else []
 
-    def comparison(self) -> "RoundsModel":
-        """Compares the contenders by all rounds so far."""
-        return compare_rounds(self._valid_rounds())
+    def _counted(self) -> Counter[int]:
+        """Number of undisturbed measurements of each contender."""
+        return Counter(number for round_ in self._undisturbed() for number in round_)
+
+    def _undisturbed(self) -> list[dict[int, Measurement]]:
+        """Returns the rounds without measurements that were far slower than another one of the same contender."""
+        fastest: dict[int, float] = {}
+        for round_ in self._valid_rounds():
+            for number, measured in round_.items():
+                fastest[number] = max(fastest.get(number, 0.0), measured.reached)
+        rounds = [
+            {n: measured for n, measured in round_.items() if measured.reached >= (1 - DISTURBED) * fastest[n]}
+            for round_ in self._valid_rounds()
+        ]
+        return [round_ for round_ in rounds if round_]
 
     def _valid_rounds(self) -> list[dict[int, Measurement]]:
-        """Returns the rounds that count, without contenders that failed in any round."""
+        """Returns the rounds without contenders that failed in any round."""
         rounds = [
             {number: measured for number, measured in round_.items() if number not in self.failed}
             for round_ in self.rounds
@@ -255,7 +275,7 @@ class Confirmation:
             elif timed_out or self._none_holds():
                 failed[number] = replace(failure, unconfirmed=_described(failure))
         kept: dict[int, list[float]] = {number: [] for number in failed}
-        rounds = self._valid_rounds()
+        rounds = self._undisturbed()
         for number, throughputs in corrected(rounds).items():
             kept.setdefault(number, []).extend(throughputs)
         for number, throughputs in kept.items():
@@ -327,11 +347,9 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> RoundsModel:
     design = np.zeros((len(cells), contenders + len(rounds)))
     for row, (index, number, _) in enumerate(cells):
         design[row, numbers.index(number)] = design[row, contenders + index] = 1.0
-    # Effects of rounds are zero on average, so that levels are those of an average round.
-    means = design[:, contenders:].mean(axis=0)
-    design[:, contenders:] -= means
     logs = np.array([math.log(measured.reached) for _, _, measured in cells])
-    inverse = np.linalg.pinv(design.T @ design)
+    # Rounds without a contender in common are compared as if they were equal.
+    inverse = np.linalg.inv(design.T @ design + np.diag([0.0] * contenders + [ROUND_PENALTY] * len(rounds)))
     coefficients = inverse @ design.T @ logs
     degrees = len(cells) - np.linalg.matrix_rank(design)
     spreads = [measured.spread / Z95 for _, _, measured in cells if measured.spread]
@@ -340,7 +358,7 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> RoundsModel:
     effects = coefficients[contenders:]
     return RoundsModel(
         level={number: float(coefficients[index]) for index, number in enumerate(numbers)},
-        round_effect=[float(effect - means @ effects) for effect in effects],
+        round_effect=[float(effect) for effect in effects],
         variance=(residual + _PRIOR_DEGREES * typical**2) / (degrees + _PRIOR_DEGREES),
         degrees=degrees + _PRIOR_DEGREES,
         _covariance={(a, b): float(inverse[i, j]) for i, a in enumerate(numbers) for j, b in enumerate(numbers)},
