@@ -98,7 +98,7 @@ def show(scaling: "Scaling", folder: Path) -> None:
     for note in scaling.notes:
         console.print(Text(fold(f"note: {note}"), style="dim"), soft_wrap=True)
     console.print()
-    console.print(Text(f"wrote    {folder}: scale.csv, scale.svg, and a run for each count"), soft_wrap=True)
+    console.print(Text(f"wrote    {folder}: scale.csv, and a run for each count"), soft_wrap=True)
 
 
 def _cells(row: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from ..knobs.text import config_text
 from ..results import Measurement
 from ..results.names import highest_step
 from ..space import Config
-from ..tuner.trackers.listeners import Ended, Tracking, finite
+from ..tuner.trackers import Ended, Tracking, finite
 
 
 @dataclass(frozen=True, kw_only=True)

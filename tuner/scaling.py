@@ -1,7 +1,7 @@
 """`redline.scale`: scaling of a training with the number of devices, tuned for each number."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -106,10 +106,6 @@ class Scaling:
         points = table.where(table.notna(), None).to_dict("records")
         return {"weak": self.weak, "interrupted": self.interrupted, "notes": list(self.notes), "points": points}
 
-    def svg(self) -> str:
-        """Returns the text of scale.svg: throughput over devices, both logarithmic."""
-        return _drawing(self.points)
-
 
 def scale(
     target: Any,
@@ -134,7 +130,7 @@ def scale(
         weak: let the global batch grow with the devices, from its value for the fewest devices.
         predict_to: largest number of devices of predictions; by default 1,024 on described hardware and on
             accelerators, otherwise the largest number that is tried.
-        out: folder for scale.csv, scale.svg and a subfolder with the run of each number of devices.
+        out: folder for scale.csv and a subfolder with the run of each number of devices.
         listening: returns a context manager of the listener for the search on a number of devices.
         options: further arguments of `redline.tune`.
 
@@ -213,11 +209,10 @@ def _count(value: Any) -> int:
 
 
 def _save(scaling: Scaling, folder: Path | None) -> None:
-    """Writes scale.csv and scale.svg into a folder, if there is one."""
+    """Writes scale.csv into a folder, if there is one."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "scale.csv", scaling.csv().encode())
-        write_atomic(folder / "scale.svg", scaling.svg().encode())
 
 
 def _measured(count: int, batch: int | None, result: Result) -> ScalePoint:
@@ -288,63 +283,3 @@ def _predicted(
 
     points = [*scaling.points, *(ScalePoint(devices=count, global_batch=batch_of(count)) for count in farther)]
     return replace(scaling, points=tuple(map(with_prediction, points)))
-
-
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _ABOVE, _BELOW = 520, 320, 64, 16, 30, 50
-_OWN, _DEFAULT, _BAND = "#2a9d5c", "#8a8f98", "#2a9d5c33"
-
-
-def _drawing(points: Sequence[ScalePoint]) -> str:
-    def line(name: str) -> list[tuple[int, float]]:
-        values = ((point.devices, getattr(point, name)) for point in points)
-        return [(devices, value) for devices, value in values if value]
-
-    winners, predicted, default = line("throughput"), line("predicted_throughput"), line("default_throughput")
-    band = [*line("predicted_low"), *reversed(line("predicted_high"))]
-    drawn = [value for _, value in (*winners, *predicted, *default, *band)]
-    unit = next((point.unit for point in points if point.unit), "")
-    texts = [f'<text x="{_LEFT}" y="18" font-size="12" fill="#222">throughput, {unit}</text>']
-    if not drawn:
-        return _svg(texts)
-    fewest, largest = points[0].devices, points[-1].devices
-    least, most = min(drawn) / 1.5, max(drawn) * 1.5
-
-    def x(devices: float) -> float:
-        share = math.log(devices / fewest) / math.log(largest / fewest) if largest > fewest else 0.5
-        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(value: float) -> float:
-        return _HEIGHT - _BELOW - math.log(value / least) / math.log(most / least) * (_HEIGHT - _ABOVE - _BELOW)
-
-    def path(values: Iterable[tuple[float, float]]) -> str:
-        return " ".join(f"{x(devices):.1f},{y(value):.1f}" for devices, value in values)
-
-    foot = _HEIGHT - _BELOW + 14
-    texts += [f'<text x="{x(p.devices):.1f}" y="{foot}" text-anchor="middle">{p.devices:,}</text>' for p in points]
-    for power in range(math.ceil(math.log10(least)), math.floor(math.log10(most)) + 1):
-        height = y(10.0**power)
-        texts.append(f'<path d="M{_LEFT} {height:.1f}H{_WIDTH - _RIGHT}" stroke="#eee"/>')
-        texts.append(f'<text x="{_LEFT - 6}" y="{height + 3:.1f}" text-anchor="end">{10**power:,.6g}</text>')
-    start, speed = (winners or predicted or default)[0]
-    end = min(largest, start * most / speed)
-    shapes = [f'<polygon points="{path(band)}" fill="{_BAND}"/>'] if band else []
-    for values, style in (
-        ([(start, speed), (end, speed * end / start)], f'stroke="{_DEFAULT}" stroke-dasharray="1 4"'),
-        (predicted, f'stroke="{_OWN}" stroke-dasharray="5 4"'),
-        (default, f'stroke="{_DEFAULT}"'),
-        (winners, f'stroke="{_OWN}" stroke-width="2"'),
-    ):
-        shapes.append(f'<polyline points="{path(values)}" fill="none" {style}/>')
-    for values, colour in ((default, _DEFAULT), (winners, _OWN)):
-        shapes += [f'<circle cx="{x(devices):.1f}" cy="{y(v):.1f}" r="3" fill="{colour}"/>' for devices, v in values]
-    return _svg([*texts, *shapes])
-
-
-def _svg(elements: Iterable[str]) -> str:
-    legend = "green: the winner; grey: the default; dashed: predicted, with its 80 % interval; dotted: proportional"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        f'font-size="10" fill="#555"><rect width="100%" height="100%" fill="#fff"/>{"".join(elements)}'
-        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 20}" text-anchor="middle">devices</text>'
-        f'<text x="8" y="{_HEIGHT - 6}" font-size="9">{legend}</text></svg>\n'
-    )

@@ -12,8 +12,7 @@ import pytest
 from redline.results.names import LOG
 from redline.space import Config
 from redline.trainer.listener import RUNS, TrainingStart, TrainingStrategy, TrainListener, TrainTracking
-from redline.tuner.trackers import logging_to
-from redline.tuner.trackers.listeners import Tracker
+from redline.tuner.trackers import Tracker, logging_to
 from tiers import tiered
 
 

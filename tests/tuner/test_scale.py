@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import json
-import xml.etree.ElementTree as ElementTree
 from dataclasses import fields
 from math import prod
 
@@ -51,7 +50,7 @@ def test_predictions_are_corrected_by_what_was_measured():
     assert apart.table.speed_up[0] == 1.0 and apart.to_dict()["points"][1]["efficiency"] is None
 
 
-def test_the_table_and_the_plot_hold_every_count(scaled):
+def test_the_table_holds_every_count(scaled):
     scaling, out = scaled
     with (out / "scale.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -65,13 +64,6 @@ def test_the_table_and_the_plot_hold_every_count(scaled):
         assert (row["throughput"] == "") == (each.throughput is None)
         assert float(row["predicted_throughput"]) == pytest.approx(each.predicted_throughput, rel=1e-6)
         assert f"micro_batch={each.config['micro_batch']}" in row["config"]
-    drawn = ElementTree.parse(out / "scale.svg").getroot()
-    circles = drawn.findall(".//{http://www.w3.org/2000/svg}circle")
-    assert len(circles) == 2 * 3, "the throughput of the winner and of the default, at three counts"
-    lines = drawn.findall(".//{http://www.w3.org/2000/svg}polyline")
-    assert [len(line.get("points").split()) for line in lines] == [2, 5, 3, 3], (
-        "proportional, predicted, default, winner"
-    )
     json.dumps(scaling.to_dict(), allow_nan=False)
 
 

@@ -11,8 +11,7 @@ from redline.base.errors import MissingDependency, UsageError
 from redline.results import Measurement, Status, Trial
 from redline.tuner.listener import SearchListener, SearchPlan
 from redline.tuner.result import make_result
-from redline.tuner.trackers import TRACKERS, logging_to
-from redline.tuner.trackers.listeners import SearchTracking, Tracker
+from redline.tuner.trackers import TRACKERS, SearchTracking, Tracker, logging_to
 
 
 def train(config):
