@@ -6,19 +6,14 @@ import platform
 import shutil
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import click
-
-from ..base.device import Device
-from ..base.errors import UsageError
 
 EXAMPLES = """\b
 Examples:
   redline doctor
   redline doctor --json
-  redline doctor --measure --out this-machine.yaml
 """
 
 _NEEDED = (
@@ -49,24 +44,11 @@ _EXTRAS_OF_GPUS = {
 _HEBO = "pip install --no-deps HEBO==0.3.6 && pip install 'redline[hebo]'"
 
 
-@click.command(
-    epilog=EXAMPLES,
-)
-@click.option("--measure", is_flag=True, help="Measure rates and bandwidths, and write a hardware file.")
-@click.option("-o", "--out", metavar="FILE", help="The hardware file, for `--hardware`.  [default: hardware.yaml]")
+@click.command(epilog=EXAMPLES)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(measure: bool, out: str | None, as_json: bool) -> None:
-    """Check versions, devices, memory and missing dependencies of this machine, with the features that they disable.
-
-    With --measure it also measures the rate of matrix products and the bandwidths of a copy in memory and from the
-    host, and writes them to a file for `redline estimate --hardware`.
-    """
-    if not measure and out is not None:
-        raise UsageError("--out needs --measure")
-    path = _checked_path(Path(out or "hardware.yaml")) if measure else None
+def doctor(as_json: bool) -> None:
+    """Check versions, devices, memory and missing dependencies of this machine, with the features that they disable."""
     facts = examine()
-    if path is not None:
-        facts["measured"] = _measure(path)
     if as_json:
         click.echo(json.dumps(facts))
         return
@@ -81,62 +63,12 @@ def doctor(measure: bool, out: str | None, as_json: bool) -> None:
         click.echo(
             f"  /dev/shm, which ranks and data loaders share: {shared['total']:,} MiB, {shared['free']:,} MiB free"
         )
-    click.echo("emulation")
-    for line in facts["emulation"]:
-        click.echo(f"  {line}")
     if facts["missing"]:
         click.echo("missing")
         for entry in facts["missing"]:
             click.echo(f"  {entry['what']}: {entry['disables']}. {entry['do']}")
     else:
         click.echo("nothing is missing")
-    if path is not None:
-        for line in _measured_lines(facts["measured"], path):
-            click.echo(line)
-
-
-def _checked_path(path: Path) -> Path:
-    """Returns a path that can be written; checked before the measurement, which takes time."""
-    if path.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"--out: a hardware file ends in .yaml, but got '{path}'")
-    if not path.parent.is_dir():
-        raise UsageError(f"--out: the folder '{path.parent}' does not exist")
-    return path
-
-
-def _measure(path: Path) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from ..estimator.measuring import measure
-
-    measurement = measure()
-    hardware = measurement.to_hardware()
-    try:
-        hardware.to_yaml(path)
-    except OSError as error:
-        raise UsageError(f"--out: '{path}' cannot be written: {error.strerror}") from error
-    return {
-        "tflops": {
-            name: {str(size): rate for size, rate in rates.items()} for name, rates in measurement.tflops.items()
-        },
-        "memory_gb_per_s": measurement.memory_gb_per_s,
-        "host_gb_per_s": measurement.host_gb_per_s,
-        "file": str(path),
-        "hardware": asdict(hardware),
-    }
-
-
-def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
-    lines = ["measured"]
-    for name, rates in measured["tflops"].items():
-        sides = ", ".join(f"{1e3 * rate:,.0f} at {side}" for side, rate in rates.items())
-        lines.append(f"  matrix products in {name}: GFLOP/s {sides}")
-    lines.append(f"  copy: {measured['memory_gb_per_s']:,.1f} GB/s read and written")
-    if measured["host_gb_per_s"] is not None:
-        lines.append(f"  host to device: {measured['host_gb_per_s']:,.1f} GB/s")
-    if measured["hardware"]["note"]:
-        lines.append(f"  {measured['hardware']['note']}")
-    return [*lines, f"written to {path}: `redline estimate MODEL --hardware {path}`"]
 
 
 def examine() -> dict[str, Any]:
@@ -165,11 +97,7 @@ def examine() -> dict[str, Any]:
             missing.append({"what": ", ".join(absent), "disables": f"disables {needed_for}", "do": do})
     if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         missing.append(
-            {
-                "what": "a C++ compiler",
-                "disables": "disables the knob `fusion` on a CPU",
-                "do": "Install g++",
-            }
+            {"what": "a C++ compiler", "disables": "disables the knob `fusion` on a CPU", "do": "Install g++"}
         )
     if device.type == "cuda" and "+cpu" in versions.get("torch", ""):
         missing.append(
@@ -195,22 +123,4 @@ def examine() -> dict[str, Any]:
         "free_host_memory_mib": available_memory_mib(),
         "shared_memory_mib": None if shared is None else {"free": shared[0] // MIB, "total": shared[1] // MIB},
         "missing": missing,
-        "emulation": _emulation(device),
     }
-
-
-def _emulation(device: Device) -> list[str]:
-    """Returns the abilities of `--runner emulate` on this machine, a line each."""
-    from ..estimator.measuring import table_entry
-
-    lines = [
-        f"--runner emulate: one {device.name} stands for any number; memory and compute are measured, communication is priced"
-    ]
-    if device.type == "cpu":
-        lines.append("  by the prices of a network")
-    elif table_entry(device) is None:
-        lines.append("  by links that are assumed: this GPU is not in the table; --hardware FILE states them")
-    else:
-        lines.append("  by the links that the table states for it")
-    lines.append("--runner emulate --hardware NAME: memory of ranks on other hardware, and the time predicted")
-    return lines

@@ -16,7 +16,7 @@ from ..models.request import ModelRequest, SpaceRequest
 from ..tuner.budget import parse_memory
 from . import exit_codes
 from .options import TRAINERS, command_line, options_of, request_of, values_of
-from .status import Status
+from .words import Status
 
 if TYPE_CHECKING:
     from ..estimator.document import EstimateDocument

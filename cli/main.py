@@ -36,6 +36,16 @@ _SERVICE = {
     "token": "Add users and tokens of a server, change and revoke them.",
 }
 """Commands of `redline serve` and its clients."""
+_MODULES = {
+    "models": "space",
+    "convert": "train",
+    "report": "pages",
+    "dashboard": "pages",
+    "token": "serve",
+    "queue": "client",
+    "results": "client",
+}
+"""Modules of commands that have none of their own name."""
 
 
 class _Commands(click.Group):
@@ -47,7 +57,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in (*_COMMANDS, *_SERVICE):
             return None
-        return getattr(import_module(f".{name}", __package__), name)
+        return getattr(import_module(f".{_MODULES.get(name, name)}", __package__), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -13,9 +13,8 @@ from ..service.records import UNDECIDED
 from ..service.request import OF_A_COMMAND, TRAVELLING
 from ..tuner.request.options import RunRequest, SearchRequest
 from . import exit_codes
+from .client import PRIORITY, client_of, event_text, print_summary, with_server
 from .options import command_of, options_of, request_of
-from .results import event_text, print_summary
-from .server_options import PRIORITY, client_of, with_server
 
 if TYPE_CHECKING:
     from ..service.client import SearchRun

@@ -1,4 +1,4 @@
-"""`redline train`: training with the winner of a run on real data."""
+"""`redline train` and `redline convert`: training with the winner of a run on real data, and its checkpoints for other tools."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ..trainer.convert import ConvertRequest
 from ..trainer.request import SECTIONS, TrainRequest, read_settings
 from . import exit_codes
 from .options import file_fields, fixes_of, options_for
@@ -101,3 +102,32 @@ def _print(trained: Any) -> None:
         click.echo(f"{'resume ' if trained.step else 'restart'}  redline train {trained.folder} --resume")
     elif trained.exports_to is not None:
         click.echo(f"export   redline convert {trained.folder} OUT --to {trained.exports_to}")
+
+
+CONVERT_EXAMPLES = """\b
+Examples:
+  redline convert train/llama out/llama --to hf
+  redline convert train/llama out/llama --to hf --dtype bfloat16
+  redline convert train/llama-lora out/adapters --to peft
+"""
+
+
+@click.command(epilog=CONVERT_EXAMPLES)
+@click.argument("folder")
+@click.argument("out")
+@options_for(ConvertRequest)
+def convert(folder: str, out: str, **options: Any) -> None:
+    """Write the latest checkpoint of the training in FOLDER to OUT, for other tools.
+
+    `hf` is a folder that transformers' from_pretrained loads, and that torchtitan and Megatron-Bridge read; `peft`
+    contains only the adapters.
+    """
+    from ..trainer.convert import convert as write
+
+    conversion = write(folder, out, ConvertRequest(**options))
+    rounded = (
+        f", stored in {conversion.rounded_to}, the precision of --from (--dtype float32 keeps all digits)"
+        if conversion.rounded_to
+        else ""
+    )
+    click.echo(f"wrote {out}: step {conversion.checkpoint.step} of {folder}, for {options['to']}{rounded}")

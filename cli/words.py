@@ -1,9 +1,12 @@
-"""Text of differences, durations and memory in the terminal."""
+"""Text in the terminal: differences, durations, memory, and a line with the current step of a command."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..knobs.text import config_text
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 
 def difference(
@@ -37,3 +40,37 @@ def duration(seconds: float) -> str:
 def memory(mib: float) -> str:
     """Returns `212 MiB`, or `12.3 GiB` from 10 GiB upwards."""
     return f"{mib / 1024:,.1f} GiB" if mib >= 10 * 1024 else f"{mib:,.0f} MiB"
+
+
+class Status:
+    """A line on standard error with the current step; no output if that is not a terminal.
+
+    No thread redraws it: variants are traced in forked processes, and forking is unsafe beside threads.
+    """
+
+    def __enter__(self) -> "Status":
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def update(self, doing: str) -> None:
+        """Shows another text."""
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(
+                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
+        self._live.update(f"{doing} ...", refresh=True)
+
+    def clear(self) -> None:
+        """Removes the line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

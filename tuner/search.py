@@ -17,10 +17,10 @@ from ..results.summary import best_so_far
 from ..runners import Runner, TrialRequest
 from ..runners.trial.failure import NO_METRIC
 from ..space import Config
-from .budget import Budget, Stopwatch, device_hours_of
+from .budget import Budget, Stopwatch, counts, device_hours_of
 from .confirm import Confirmation
 from .feasibility import OutOfMemoryKnowledge
-from .history import History
+from .history import reference
 from .listener import SearchListener
 from .samplers import Sampler
 
@@ -95,7 +95,6 @@ class Search:
 
     def __post_init__(self) -> None:
         self._watch = self.watch or Stopwatch(self.budget.seconds)
-        self._history = History(lambda: self.run_folder.trials())
         self._judge_at = 0
         self._earlier: set[int] = set()
         """Trials that an earlier process finished: the cause of a crash may have been fixed since."""
@@ -154,9 +153,9 @@ class Search:
             return measured
         from ..runners.trial.numerics_check import numerics_mismatch
 
-        reference = self._history.update().reference(trial.number)
+        expected = reference(self.run_folder.trials(), trial.number)
         loss = measured.probe.quiet.loss  # the runner has checked the others
-        wrong = numerics_mismatch(measured.probe, reference, loss=loss, last_loss=loss)
+        wrong = numerics_mismatch(measured.probe, expected, loss=loss, last_loss=loss)
         return replace(measured, status=Status.WRONG, reason=wrong) if wrong else measured
 
     def _close(self, cause: BaseException) -> None:
@@ -208,7 +207,8 @@ class Search:
     def _next(self) -> Trial | None:
         """Returns the next trial, recorded as pending; None if there is none now."""
         while True:
-            trials = self._history.update().comparable
+            # A refined configuration is outside the space.
+            trials = [trial for trial in self.run_folder.trials() if trial.sampler != REFINEMENT]
             if (stop_reason := self._budget_reason(trials)) is not None:
                 self.ended = stop_reason
                 return None
@@ -235,7 +235,7 @@ class Search:
 
     def _budget_reason(self, trials: list[Trial]) -> str | None:
         """Reason to run no further trials; None if there is none."""
-        if self.budget.trials is not None and self._history.tried >= self.budget.trials:
+        if self.budget.trials is not None and sum(map(counts, trials)) >= self.budget.trials:
             return f"all {self.budget.trials} trials are done"
         if trials and self._too_late(trials):
             return f"the rest of the {self.budget.seconds:g} s is not enough for another trial"
@@ -356,15 +356,15 @@ class Search:
         return self._attempt(trial, self._request(trial, free))
 
     def _request(self, trial: Trial, free: bool = False) -> TrialRequest:
-        history = self._history.update()
+        trials = self.run_folder.trials()
         log = self.run_folder.log_path(trial.number)
         return TrialRequest(
             config=trial.config,
             number=trial.number,
             log=log.with_suffix(".again.log") if free else log,
             timeout_s=self.trial_timeout_s,
-            best_throughput=None if free else history.best,
-            reference=history.reference(trial.number),
+            best_throughput=None if free else max((ran.throughput for ran in trials if ran.ok), default=None),
+            reference=reference(trials, trial.number),
             sustained=free,
         )
 

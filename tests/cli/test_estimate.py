@@ -259,20 +259,6 @@ def test_a_model_that_cannot_be_traced_names_the_operator_and_what_is_known(caps
     assert "Traceback" not in err
 
 
-def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypatch, small):
-    from redline.estimator import measuring
-
-    monkeypatch.setattr(measuring, "SIZES", {"cpu": (64,), "cuda": (256,)})
-    monkeypatch.setattr(measuring, "SECONDS", 0.01)
-    path = tmp_path / "machine.yaml"
-    code, out, _ = run(capsys, "doctor", "--measure", "--out", path)
-    assert code == 0
-    assert "matrix products in fp32" in out and str(path) in out
-    code, out, _ = run(capsys, "estimate", *small, "--hardware", path, "--global-batch", 4, "--json", "--top", 1)
-    assert code == 0
-    assert json.loads(out)["best"][0]["throughput"] > 0
-
-
 def test_explained_it_says_why_the_others_are_ruled_out(capsys, small):
     arguments = ["estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--memory-limit", "3GiB", "--explain"]
     _, out, _ = run(capsys, *arguments)

@@ -14,7 +14,7 @@ from command_line import run
 from predicted_runner import predicted
 from redline.base.device import Device
 from redline.base.host_memory import MemoryGroup
-from redline.cli import results
+from redline.cli import client
 from redline.cli.main import redline
 
 
@@ -94,8 +94,6 @@ BAD = [
         "--layers was removed: write the model's sizes into a config.json",
     ),
     (["doctor", "--ranks", "2"], "--ranks was removed: all_reduce_perf of nccl-tests"),
-    (["doctor", "--measure", "--out", "machine.txt"], "ends in .yaml"),
-    (["doctor", "--measure", "--out", "no/such/machine.yaml"], "does not exist"),
     (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
     (["show", "no/such/run"], "no/such/run"),
     (["report", "no/such/run"], "'no/such/run' does not exist"),
@@ -255,4 +253,4 @@ def test_doctor_tells_whether_a_trial_may_end_the_whole_container(capsys, monkey
     ("state", "best", "code"), [("failed", None, 1), ("failed", {}, 1), ("done", {"x": 1}, 0), ("running", None, 3)]
 )
 def test_the_exit_code_of_a_search_on_a_server_tells_a_failure_from_no_result(state, best, code):
-    assert results._exit_code(state, best) == code
+    assert client._exit_code(state, best) == code

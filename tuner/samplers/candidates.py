@@ -110,27 +110,6 @@ class Candidates:
         return Candidates(self.encoding, codes, self._seen, configs=[*self._configs, *added])
 
 
-class TriedConfigs:
-    """Set of the configurations of a growing list of trials. Each trial is processed once."""
-
-    def __init__(self) -> None:
-        self._configs: set[Config] = set()
-        self._known = 0
-        self._last: Config | None = None
-
-    def of(self, trials: Sequence[Trial]) -> set[Config]:
-        """Returns the configurations of these trials. If they do not extend those of the last call, all are processed
-        again.
-        """
-        num_processed = self._known
-        if num_processed and (num_processed > len(trials) or trials[num_processed - 1].config is not self._last):
-            self._configs.clear()
-            num_processed = 0
-        self._configs.update(trial.config for trial in trials[num_processed:])
-        self._known, self._last = len(trials), trials[-1].config if trials else None
-        return self._configs
-
-
 def remaining(
     encoding: Encoding,
     trials: Sequence[Trial],

@@ -9,7 +9,7 @@ import numpy as np
 from ...base.errors import UsageError
 from ...results import Trial
 from ...space import Config, Space
-from .candidates import TriedConfigs, remaining
+from .candidates import remaining
 from .encoding import Encoding
 from .sampler import Sampler, StepwiseSampler, check_count
 
@@ -62,12 +62,11 @@ class RandomSampler(StepwiseSampler):
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         super().__init__(space, seed=seed)
         self._encoding = Encoding(space)
-        self._tried = TriedConfigs()
 
     def next(self, trials: Sequence[Trial]) -> Config | None:
         rng = np.random.default_rng([self.seed, len(trials)])
         # While most of the space is left, a few draws find an untried configuration quickly.
-        tried = self._tried.of(trials)
+        tried = {trial.config for trial in trials}
         for config in self._draw(rng):
             if config not in tried:
                 return config
