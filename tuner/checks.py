@@ -7,7 +7,7 @@ from ..base.errors import UsageError, unknown
 from ..base.option import option
 from ..estimator.hardware import find_hardware
 from ..results import RunFolder
-from ..runners.command.metrics import DIRECTIONS
+from ..runners.command.objective import DIRECTIONS
 from ..runners.place.ray_runner import cluster_address
 from .emulating import EMULATE
 from .refinement import check_refinable

@@ -174,7 +174,7 @@ def printed_deviation(metric: str, value: float, speed: Speed, samples_per_step:
     """Returns how a printed speed differs from the observed one; None if it does not, or cannot be compared.
 
     Args:
-        metric: its name, one of `metrics.PREFERRED`.
+        metric: its name, one of `objective.PREFERRED`.
         value: its value.
         speed: the observed speed.
         samples_per_step: over all ranks; None if unknown.

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 
-from ...base.option import option
 from ...base.reading import JsonLines
 from ...base.reporting import FILE, TIME
 from ..host.process import builds_released, family
@@ -25,8 +24,9 @@ from ..trial import failure
 from ..trial.memory import GpuMemory, Shortage
 from ..trial.timing import Clock, Timing, TimingPlan, measure
 from .files import TrialFile
-from .metrics import Lines, Objective, Reported, Requirement, chosen, numbers_of, usable
+from .objective import Objective, Requirement, chosen, usable
 from .observation import FOLDER, OBSERVER, Observation, ObservedTraining, Speed
+from .reading import Lines, Reported, StepNumbers, Suggestion, numbers_of, suggestion
 from .template import CommandLine, ShellLine
 
 CHECK_S = 0.25
@@ -44,6 +44,8 @@ HOLD_S = 60.0
 printed speed may belong to work before the training, such as tokenizing."""
 COMPARED_S = 2.0
 """The same if the printed speed was requested, s: observed steps are then only compared with it."""
+UNREAD_S = 10.0
+"""Time after the first line with a speed in an unknown form, after which a command that is not observed is ended, s."""
 SHOWN_LINES = 40
 """Number of last lines shown if no metric was found."""
 MOST_LOSSES = 1000
@@ -135,6 +137,8 @@ class Run(Clock):
     """The last error in its output that does not follow from another one; None without one."""
     speed: Speed | None = None
     """Its speed by observation; None if no training was observed."""
+    unread_speed: Suggestion | None = None
+    """Set if it was ended because it prints its speed in an unknown form."""
     _oom_until: float = math.inf
     _printed_at: float = 0.0
     """Time of its last output."""
@@ -150,6 +154,7 @@ class Run(Clock):
         self._reports = JsonLines(folder, self.report.name)
         self.tail: deque[str] = deque(maxlen=SHOWN_LINES)
         """Its last lines."""
+        self._steps = StepNumbers()
         self._reported_at: float | None = None
         self._check_at = 0.0
         self._state, self._state_at = "", time.monotonic() + REPORT_S
@@ -157,6 +162,8 @@ class Run(Clock):
         """All its processes."""
         self.shortage = Shortage(None if self.terms.on_gpus else self.terms.memory_limit_mib)
         self._gpus = GpuMemory() if self.terms.on_gpus else None
+        self._unread_since: float | None = None
+        """Time of the first line with a speed in an unknown form."""
         self._compiling = False
 
     # -- a clock -------------------------------------------------------------------------------------------------
@@ -267,6 +274,7 @@ class Run(Clock):
         now = time.monotonic()
         for line in self.terms.lines.feed(data):
             self._read_line(line, now)
+        self._cost(self._steps.step_ms())
         self._printed_at = now if data else self._printed_at
         # Its background processes may still print.
         over = exited and not data and (not self._selector.get_map() or now >= self._printed_at + LINGER_S)
@@ -308,6 +316,8 @@ class Run(Clock):
         values = self.terms.lines.read(line)
         if values:
             self._take(Reported(values, now))
+        elif self._unread_since is None and suggestion([line]) is not None:
+            self._unread_since = now
 
     def _take(self, reported: Reported) -> None:
         """Records reported numbers. Values of the objective become costs."""
@@ -325,8 +335,17 @@ class Run(Clock):
                 self.losses[int(step)] = reported.values["loss"]
         if self.objective is None or (value := reported.values.get(self.objective.name)) is None:
             return
-        if usable(value):
-            self.costs.append(self.objective.cost(value))
+        if self.objective.name == "step":
+            self._cost(self._steps.add(value, reported.at))
+        else:
+            self._cost(value)
+
+    def _cost(self, value: float | None) -> None:
+        """Records a value of the objective if it is valid."""
+        if value is None or not usable(value):
+            return
+        assert self.objective is not None
+        self.costs.append(self.objective.cost(value))
 
     def _watch(self, now: float, *, ended: bool) -> None:
         """Checks reports and memory."""
@@ -338,6 +357,7 @@ class Run(Clock):
         self._look_at_memory(now)
         if self.terms.observe:
             self._observe(now, ended=ended)
+        self._give_up(now, ended=ended)
         if now >= self._state_at:
             self._state_at = now + REPORT_S
             previous, self._state = self._state, self._read_so_far()
@@ -404,6 +424,19 @@ class Run(Clock):
             return self.terms.micro_batch * speed.backwards_per_step * max(1, training.world // self.terms.split)
         return self.terms.samples_per_step
 
+    def _give_up(self, now: float, *, ended: bool) -> None:
+        """Ends a command that prints its speed in an unknown form and cannot be observed.
+
+        Raises:
+            _Ended: this command is one.
+        """
+        overdue = self._unread_since is not None and now >= self._unread_since + UNREAD_S
+        if ended or not overdue or self.reported_metrics or self.terms.requirements or self.observation.processes:
+            return
+        self.unread_speed = suggestion(list(self.tail))
+        if self.unread_speed is not None and self.terms.objective is None:
+            raise _Ended
+
     def _read_so_far(self) -> str:
         """Describes the output so far, for the reason of a timeout."""
         if self.speed is not None:
@@ -417,13 +450,14 @@ class Run(Clock):
     @property
     def missing(self) -> str:
         """Name of the objective that it should report."""
-        return f"'{self.terms.objective}'" if self.terms.objective else "a throughput or a step's time"
+        return f"'{self.terms.objective}'" if self.terms.objective else "a throughput, a step's time or its number"
 
     @property
     def hint(self) -> str:
-        """The metrics that it reported and how to name another one, to append to an error."""
+        """The metrics that it reported and a line with a speed in an unknown form, to append to an error; may be empty."""
+        unread = suggestion(list(self.tail))
         reported = f"; it reported {', '.join(self.reported_metrics)}" if self.reported_metrics else ""
-        return f"{reported}; {option('metric')} or `redline.report` names one"
+        return reported + (f"; {unread.text}" if unread is not None else "")
 
     def _with_rates(self, reported: Reported) -> Reported:
         """Replaces amounts in a report by rates since the previous report."""

@@ -17,7 +17,7 @@ from ...results import Measurement, Status
 from ..trial import failure
 from ..trial.timing import Timing, median_interval
 from .comparison import observed_facts, printed_deviation
-from .metrics import BESIDE, RATES, STEP_TIMES
+from .objective import BESIDE, RATES, STEP_TIMES
 from .observation import ObservedTraining, Speed
 from .run import Run, RunTerms
 
@@ -181,6 +181,11 @@ def _silent(run: Run) -> Measurement:
     print(f"redline: the command's output does not contain {run.missing}; its last lines:", file=sys.stderr)
     for line in run.tail:
         print(f"    {line}", file=sys.stderr)
+    if run.unread_speed is not None:
+        return Measurement(
+            status=Status.CRASH,
+            reason=f"no training of it can be observed, and its speed is printed in an unknown form: {run.unread_speed.text}",
+        )
     if raised := next(iter(run.observation.exceptions), None):
         return Measurement(status=Status.CRASH, reason=failure.shortened(f"it exited with code 0 after {raised.text}"))
     if run.error and any(_TRACEBACK in line for line in run.tail):

@@ -28,7 +28,8 @@ from ..trial.job import Job, Outcome, RankOutcome
 from .command import HIDDEN, Command
 from .comparison import EXACT, RequestedTraining, TrainingComparison
 from .files import read_files
-from .metrics import PREFERRED, Requirement, lines_for, smaller_is_better
+from .objective import PREFERRED, Requirement, smaller_is_better
+from .reading import lines_for
 from .run import RunTerms
 from .template import CommandLine, ShellLine, Template, read_command
 from .trial import CommandReport, CommandTrial

@@ -318,7 +318,7 @@ def test_lightning_takes_changes_of_its_file(tmp_path):
         {"seed_everything": 1, "trainer": {"accelerator": "cpu", "devices": 8, "strategy": "ddp", "precision": "32-true",
                                            "accumulate_grad_batches": 1}},
     )  # fmt: skip
-    document = changed(path, {"precision": "bf16", "zero": 3, "micro_batch": 1, "grad_accum": 2})
+    document = changed(path, {"precision": "bf16", "zero": 2, "micro_batch": 1, "grad_accum": 2})
     parser = ArgumentParser()
     parser.add_class_arguments(Trainer, "trainer")
     made = parser.parse_object({"trainer": document["trainer"]}).trainer

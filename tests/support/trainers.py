@@ -139,16 +139,18 @@ class Program:
         clocks.mkdir()
         trial_dir.mkdir()
         self.write_assets(folder / "assets")
+        environment = {
+            **ENVIRONMENT,
+            "CLOCK": str(clocks),
+            "HF_MODULES_CACHE": str(folder / "modules"),
+            **(environment or {}),
+        }
+        if any((BESIDE / module).is_dir() for module in self.needs):
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(BESIDE)]))
         process = subprocess.Popen(
             shlex.split(self.text(trial_dir, folder / "assets")),
             cwd=trial_dir,
-            env={
-                **os.environ,
-                **ENVIRONMENT,
-                "CLOCK": str(clocks),
-                "HF_MODULES_CACHE": str(folder / "modules"),
-                **(environment or {}),
-            },
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -165,6 +167,8 @@ class Program:
         return Run(process.returncode, output, read_clocks(clocks))
 
 
+BESIDE = Path(sys.prefix, "beside")
+"""Where trainers are that are installed without their own requirements (see the Makefile)."""
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",

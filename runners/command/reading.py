@@ -1,138 +1,40 @@
-"""Metrics of a command: the numbers that it reports in its output and by `redline.report`, the one to optimise, and bounds on
-them."""
+"""Numbers that a command reports while it runs, in its output and by `redline.report`, and a suggestion for output that
+contains a speed in an unknown form."""
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...base.errors import SpaceError, UsageError, unknown
+from ...base.errors import UsageError
 from ...base.option import option
-from ...space.expression import Expression
-from ...space.grammar import parse
-from ...space.knob import Knob
+from ..trial import failure
+from .objective import BESIDE, PREFERRED
 
-RATES = {
-    "tokens_per_second": "tokens/s",
-    "samples_per_second": "samples/s",
-    "steps_per_second": "steps/s",
-}
-"""Metrics that are throughputs, with their units."""
-STEP_TIMES = {"step_ms": 1.0, "step_s": 1e3}
-"""Metrics that are step times, with their factor to ms."""
-BESIDE = ("loss", "step", "memory_mib", "memory_gib")
-"""Metrics that are recorded besides the objective; `step` is the number of the step that a loss is of."""
-PREFERRED = (*RATES, *STEP_TIMES)
-"""Default objectives, by preference."""
-DIRECTIONS = ("max", "min")
-_NAME = re.compile(r"[A-Za-z_]\w*")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """A metric as a cost: smaller is better, and costs add up, so that steadiness can be judged by them."""
-
-    name: str
-    smaller: bool = False
-    """True if a smaller value is better."""
-    samples_per_step: float | None = None
-    """If known, for a metric that is a step time."""
-
-    @property
-    def unit(self) -> str:
-        """Unit of the throughput."""
-        if self.name in RATES:
-            return RATES[self.name]
-        if self.name in STEP_TIMES:
-            return "steps/s" if self.samples_per_step is None else "samples/s"
-        if self.name.endswith("_per_second"):
-            return f"{self.name.removesuffix('_per_second')}/s"
-        return f"1/{self.name}" if self.smaller else self.name
-
-    def cost(self, value: float) -> float:
-        """Returns the cost of a value: milliseconds per step or unit, or the value itself if smaller is better."""
-        if self.name in STEP_TIMES:
-            return value * STEP_TIMES[self.name]
-        return value if self.smaller else 1e3 / value
-
-    def throughput(self, cost: float) -> float:
-        """Returns the throughput for a cost."""
-        if self.name in STEP_TIMES:
-            return (self.samples_per_step or 1.0) * 1e3 / cost
-        return 1.0 / cost if self.smaller else 1e3 / cost
-
-    def cost_of(self, throughput: float) -> float:
-        """Returns the cost for a throughput."""
-        return self.throughput(throughput)  # throughput = factor / cost is its own inverse
-
-
-def smaller_is_better(name: str | None, direction: str | None) -> bool:
-    """True if smaller values of the requested metric are better. The metric is None for the first of `PREFERRED` that is
-    reported.
-
-    Raises:
-        UsageError: the direction is unknown, or wrong for a throughput or step time.
-    """
-    if direction is not None and direction not in DIRECTIONS:
-        raise UsageError(unknown("direction", direction, DIRECTIONS))
-    if direction == "min" and name in RATES:
-        raise UsageError(f"{name} is a throughput, so larger is better; leave direction out")
-    if direction == "max" and name in STEP_TIMES:
-        raise UsageError(f"{name} is a time, so smaller is better; leave direction out")
-    return direction == "min"
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """A bound on a command's metrics, such as `p99_ms < 200`."""
-
-    rule: Expression
-
-    @classmethod
-    def read(cls, bound: str) -> "Requirement":
-        """Parses a bound, in the grammar of a space's rules.
-
-        Raises:
-            UsageError: it is not a condition.
-        """
-        names = [
-            name for name in dict.fromkeys(_NAME.findall(bound)) if name not in ("and", "or", "not", "in", "min", "max")
-        ]
-        try:
-            rule = parse(bound, {name: Knob(name, [0.0, 1.0]) for name in names})
-            # Evaluated once at any values, because a rule without a comparison parses as well.
-            if not isinstance(rule.evaluate(dict.fromkeys(names, 0.5)), bool):
-                raise SpaceError("it is a number, not a condition")
-        except SpaceError as error:
-            raise UsageError(f"require '{bound}': {error}") from None
-        return cls(rule)
-
-    def violation(self, values: Mapping[str, float]) -> str | None:
-        """Returns an error if these values break the bound, otherwise None."""
-        missing = [name for name in self.rule.names if name not in values]
-        if missing:
-            return f"the command did not report {', '.join(missing)}, but `{self.rule}` is required"
-        if self.rule.evaluate(values) is True:
-            return None
-        reported = ", ".join(f"{name} = {values[name]:g}" for name in self.rule.names)
-        return f"{reported}, but `{self.rule}` is required"
-
-
-def chosen(name: str | None, reported: Sequence[str]) -> str | None:
-    """Returns the objective among the metrics reported so far; None if it is not among them."""
-    if name is not None:
-        return name if name in reported else None
-    return next((metric for metric in PREFERRED if metric in reported), None)
-
-
-def usable(value: float) -> bool:
-    """True if a number can be a value of an objective."""
-    return math.isfinite(value) and value > 0
-
-
-_NOT_TRAINING = re.compile(
+_AMOUNT = r"\d[\d,]*\.?\d*[kKMG]?"
+_UNITS = (
+    ("tokens_per_second", r" ?(?:tok(?:en)?s?(?: per second|/s(?:ec(?:ond)?)?)|tps\b(?! ?[:=]))"),
+    (
+        "samples_per_second",
+        r" ?(?:samples?|seqs?|sequences?|img|imgs|images?|ex|examples?|sentences?)(?:/s(?:ec(?:ond)?)?| per second)",
+    ),
+    ("steps_per_second", r" ?(?:it|iters?|steps?|batch(?:es)?)/s(?:ec)?\b"),
+    ("step_ms", r" ?ms(?:/(?:it|iter|step|batch))?\b"),
+    ("step_s", r" ?s(?:ec)?/(?:it|iter|step|batch)\b"),
+)
+"""Units of speeds behind a number, by metric."""
+_NAMES = (
+    (
+        "tokens_per_second",
+        r"(?:tokens?_per_sec(?:ond)?|tok(?:en)?s?/s(?:ec)?(?:ond)?|tps|throughput \(tok\w*/s\))[\"']?[:=]? *",
+    ),
+    ("samples_per_second", r"(?:samples?_per_sec(?:ond)?|samples?/s(?:ec)?)[\"']?[:=]? *"),
+    ("step_ms", r"(?:time per (?:iteration|step) \(ms\)|step_?time_?ms|iter_time \(ms\))[\"']?[:=]? *"),
+    ("step_s", r"(?:step_?time|iter_?time|sec(?:onds)?_per_(?:step|iter)|time/step)[\"']?[:=]? *"),
+)
+"""Names of speeds in front of a number."""
+NOT_TRAINING = re.compile(
     r"scan|token[iz]|load|cach|valid|\bval\b|eval|\btest|infer|predict|generat|download|\bmap\b|filter|extract|sanity|sav(?:e|ing)|"
     r"checkpoint|prepar|process",
     re.IGNORECASE,
@@ -140,8 +42,76 @@ _NOT_TRAINING = re.compile(
 """Words of lines about other work than training."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A `--metric` that reads a line."""
+
+    metric: str
+    """The regular expression."""
+    line: str
+    """The line that it was built from."""
+    value: str
+    """The number that it reads there."""
+    matches: int
+    """Number of the given lines that it reads."""
+
+    @property
+    def text(self) -> str:
+        """What to add to the command, in words."""
+        times = f", and reads {self.matches} of the last lines" if self.matches > 1 else ""
+        return (
+            f"{option('metric', self.metric)} reads '{self.value}' in "
+            f"'{failure.shortened(self.line.strip(), 100)}'{times}"
+        )
+
+
+def suggestion(lines: Sequence[str]) -> Suggestion | None:
+    """Returns the metric that reads most of these lines; None if none of them contains a speed."""
+    best: Suggestion | None = None
+    # From the last line on: of metrics that match equally many lines the latest counts, which is that of the training.
+    for line in reversed(lines):
+        if NOT_TRAINING.search(line):
+            continue
+        for metric, value in _candidates(line):
+            matches = sum(re.search(metric, output) is not None for output in lines)
+            if best is None or matches > best.matches:
+                best = Suggestion(metric=metric, line=line, value=value, matches=matches)
+    return best
+
+
+def _candidates(line: str) -> list[tuple[str, str]]:
+    """Returns metrics that read a line, with the numbers that they read."""
+    readings = []
+    for name, unit in _UNITS:
+        if (match := re.search(rf"(?P<number>{_AMOUNT}){unit}", line, re.IGNORECASE)) is not None:
+            prefix = _literal(line[: match.start()])
+            suffix = _escaped(line[match.end("number") : match.end()])
+            readings.append((rf"{prefix}(?P<{name}>[\d.,]+[kKMG]?){suffix}", match["number"]))
+    for name, label in _NAMES:
+        if (match := re.search(rf"(?P<label>{label})(?P<number>{_AMOUNT})", line, re.IGNORECASE)) is not None:
+            readings.append((rf"{_escaped(match['label'])}(?P<{name}>[\d.,]+[kKMG]?)", match["number"]))
+    return readings
+
+
+def _literal(prefix: str) -> str:
+    """Returns the words directly in front of a number as a pattern; numbers in them may differ."""
+    words = re.search(r"[A-Za-z_(\[|,:=][^\d]{0,20}$", prefix)
+    return _escaped(words[0]) if words else ""
+
+
+def _escaped(literal: str) -> str:
+    """Escapes a literal for a regular expression, with spaces as they are, so that it can be read."""
+    return re.escape(literal).replace(r"\ ", " ")
+
+
 LONGEST_LINE = 64 * 1024
 """Longest part of a line that is read, bytes."""
+RANKS_APART = 4
+"""Number of steps by which ranks that each show a progress bar may differ. A bar that falls to less than half has
+restarted.
+"""
+NEAR_S = 0.005
+"""Shortest interval between two times by which a step is timed, s. On a busy machine a line may be read that much late."""
 _NUMBER = re.compile(
     r"(?P<number>[-+]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<scale>[kKMG])?", re.IGNORECASE
 )
@@ -158,6 +128,14 @@ _RANK = re.compile(r"^(?:(?:\[(?:rank ?|default)\d+\]|\[\d+,\d+\]<std(?:out|err)
 _SPLIT = re.compile(rb"[\r\n]")
 _PATTERN_CHARACTERS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
 """Characters that regular expressions contain and names, such as `throughput(tps)`, do not."""
+
+_BAR = re.compile(
+    r"^\s*(?P<name>.*?)\b\d+%\|[^|]*\| *(?P<step>\d+)/\d+ \[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*"
+    r"(?:(?:it|step|iter|batch)/s|s/(?:it|step|iter|batch))"
+)
+"""A progress bar of tqdm, as `tqdm.format_meter` writes it."""
+_COUNTS_STEPS = re.compile(r"\b(?:epoch[ :=\[#]*\d|train|steps?\b|iter|fine-?tun|loss\b)", re.IGNORECASE)
+"""Names of bars that count training steps. A bar without a name may count anything, one over epochs counts epochs."""
 _LOSS = re.compile(
     r"(?<![\w/.])(?:lm[ _]|train[/_ ]?|reduced_train_)?loss(?: train)?['\"]?\s*[:=]\s*'?"
     r"(?P<loss>[-+]?\d[\d.]*(?:[eE][-+]?\d+)?|nan)\b",
@@ -222,19 +200,64 @@ class Lines:
         if self.names and line.lstrip().startswith("{"):
             numbers = _json_numbers(line)
             values = {**{self.names[name]: numbers[name] for name in self.names if name in numbers}, **values}
-        return values if self.requested else {**_printed_loss(line), **values}
+        return values if self.requested else {**_printed(line), **values}
 
 
-def _printed_loss(line: str) -> dict[str, float]:
-    """Returns the training loss that a line contains, by its metric; empty without one."""
+class StepNumbers:
+    """Measures step times by when step numbers are reported.
+
+    A progress bar is drawn several times per step, and by every rank. On a busy machine its lines arrive late and
+    together. A step is timed by the last of several numbers reported together, and never by two reported within
+    `NEAR_S`.
+    """
+
+    def __init__(self) -> None:
+        self._from: tuple[float, float] | None = None
+        """The last timed step and when it was reported."""
+        self._last: tuple[float, float] | None = None
+        """The highest step and when it was first reported."""
+
+    def add(self, step: float, at: float) -> float | None:
+        """Adds a step number reported at a time, s.
+
+        Returns:
+            The duration of the steps reported before that time, as `step_ms` returns it.
+        """
+        duration_ms = self.step_ms() if self._last is not None and at > self._last[1] else None
+        if self._last is not None and step <= self._last[0]:
+            # Another rank that is behind, or the same bar drawn again: only a restart falls further.
+            if step >= self._last[0] / 2 or self._last[0] <= RANKS_APART:
+                return duration_ms
+            self._from = None
+        self._last = (step, at)
+        return duration_ms
+
+    def step_ms(self) -> float | None:
+        """Returns the duration of each step since the last timed one, ms; None if it is not known yet."""
+        if self._last is None or self._from is None:
+            self._from = self._last
+            return None
+        steps, seconds = self._last[0] - self._from[0], self._last[1] - self._from[1]
+        if not steps or seconds < NEAR_S:
+            return None
+        self._from = self._last
+        return seconds / steps * 1e3
+
+
+def _printed(line: str) -> dict[str, float]:
+    """Returns the metrics that are read without a request: the step of a progress bar over training steps, and a loss."""
+    values = {}
+    bar = _BAR.match(line)
+    if bar is not None and _COUNTS_STEPS.search(bar["name"]) and not NOT_TRAINING.search(bar["name"]):
+        values["step"] = float(bar["step"])
     loss = _LOSS.search(line)
-    if loss is None or _NOT_TRAINING.search(line[: loss.start()]):
-        return {}
-    return {"loss": float(loss["loss"])}
+    if loss is not None and not NOT_TRAINING.search(line[: loss.start()]):
+        values["loss"] = float(loss["loss"])
+    return values
 
 
 def lines_for(metrics: Sequence[str]) -> Lines:
-    """Returns the reader of the requested metrics; without any, of JSON lines and of printed losses.
+    """Returns the reader of the requested metrics; without any, of progress bars over steps and of JSON lines.
 
     Args:
         metrics: regular expressions with named groups, or names in JSON lines: `NAME`, or `METRIC=NAME`

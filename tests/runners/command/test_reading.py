@@ -5,7 +5,9 @@ import math
 
 import pytest
 from redline.base.errors import UsageError
-from redline.runners.command.metrics import Objective, Requirement, lines_for, number, smaller_is_better, usable
+from redline.runners.command.objective import Objective, Requirement, smaller_is_better, usable
+from redline.runners.command.reading import StepNumbers, lines_for, number, suggestion
+from tqdm import tqdm
 
 MEGATRON = (
     " [2025-03-04 10:11:12] iteration       12/     100 | consumed samples:          768 | "
@@ -18,12 +20,18 @@ NANOTRON = (
 )
 
 
+def bar(name, unit="it", step=3, total=10):
+    return tqdm.format_meter(step, total, 1.4, prefix=name, unit=unit)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         (MEGATRON, {"loss": 10.64}),
         (NANOTRON, {"loss": 10.9}),
-        ("1|12|Loss: 2.301:  30%|###       | 3/10 [00:01<00:03,  2.14it/s]", {"loss": 2.301}),
+        (bar("Epoch 0"), {"step": 3.0}),
+        (bar("Training", "step"), {"step": 3.0}),
+        (bar("1|12|Loss: 2.301"), {"step": 3.0, "loss": 2.301}),
         ("{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.01}", {"loss": 5.1234}),
         ("{'eval_loss': 5.1234, 'epoch': 0.01}", {}),
         ("iter 10: val loss: 3.2", {}),
@@ -31,8 +39,26 @@ NANOTRON = (
         ("step 4 of the installation: 3 of 7 done", {}),
     ],
 )
-def test_losses_and_metrics_in_json_are_read(line, expected):
+def test_what_usually_contains_steps_and_losses_is_read(line, expected):
     assert lines_for(()).read(line) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "",
+            "Epochs",
+            "train: Scanning /data/labels... 64 images, 0 backgrounds",
+            "train: Caching images (0.1GB ram)",
+        ),
+        *("Tokenizing train set", "Loading training data", "Loading pipeline steps", "Extracting features (train)"),
+        *("Evaluating", "Validation epoch 1", "Eval step", "Sanity Checking DataLoader 0"),
+    ],
+)
+def test_a_bar_that_may_count_anything_else_than_steps_is_not_read(name):
+    assert "step" not in lines_for(()).read(bar(name)), name
+    assert "step" not in lines_for(()).read(bar("Epoch 1/5", "img"))
 
 
 def test_the_first_metric_that_is_asked_for_is_the_objective():
@@ -119,6 +145,32 @@ def test_lines_end_at_carriage_returns_and_endless_ones_are_cut():
 
 
 @pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([(0, 0.0), (1, 0.02), (2, 0.04)], [20, 20]),
+        ([(0, 0.0), (0, 0.01), (1, 0.02), (1, 0.03), (2, 0.04)], [20, 20]),  # printed twice a step
+        ([(0, 0.0), (5, 0.1), (10, 0.2)], [20, 20]),  # printed every five steps
+        ([(0, 0.0), (1, 0.02), *((step, 0.12) for step in range(2, 7)), (7, 0.14)], [20, 20, 20]),  # a burst
+        ([(0, 0.0), (1, 0.0199), (2, 0.02), (3, 0.06)], [19.9, 20.05]),  # a late line; the next one is on time
+        ([(step, step / 1000) for step in range(1, 20)], [1.0] * 3),  # faster than lines can be distinguished
+        ([(0, 0.0), (8, 0.08), (0, 0.3), (1, 0.32)], [10, 20]),  # a progress bar that restarts
+        ([(0, 0.0), (8, 0.08), (6, 0.09), (9, 0.1), (7, 0.11)], [10, 20]),  # a rank that is behind
+    ],
+)
+def test_steps_are_timed_by_the_arrival_of_their_lines(lines, expected):
+    steps, times = StepNumbers(), []
+    moments = sorted({at for _, at in lines})
+    for moment in moments:
+        times += [steps.add(step, at) for step, at in lines if at == moment]
+        times.append(steps.step_ms())
+    assert [each for each in times if each] == pytest.approx(expected)
+    # Several moments read at once, such as from a file.
+    steps = StepNumbers()
+    times = [*(steps.add(step, at) for step, at in lines), steps.step_ms()]
+    assert [each for each in times if each] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
     ("printed", "line"),
     [
         ("[rank0]: MemoryError", "MemoryError"),
@@ -174,6 +226,29 @@ def test_a_requirement_says_what_breaks_it():
     for text in ("p99_ms +", "p99_ms * 2", "p99_ms < 'x'"):
         with pytest.raises(UsageError, match="require"):
             Requirement.read(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "metric", "value"),
+    [
+        ("Throughput: 12.3 tok/s", "tokens_per_second", 12.3),
+        ("iter 472: loss 1.6078, time 466.83ms, mfu 0.01%", "step_ms", 466.83),
+        ("[iter 00010] loss=2.30 | 654.4 samples/sec", "samples_per_second", 654.4),
+        (MEGATRON, "step_ms", 1243.7),
+        (NANOTRON, "tokens_per_second", 866e3),
+        ("step: 10 loss: 2.1 tps: 1,234 mfu 1%", "tokens_per_second", 1234.0),
+        ("12/100 5s 60ms/step - loss: 2.3", "step_ms", 60.0),
+    ],
+)
+def test_a_metric_is_built_from_a_line_that_is_not_read_and_reads_it(line, metric, value):
+    built = suggestion(["a line without a number", line])
+    assert lines_for([built.metric]).read(line) == {metric: value}
+    assert f"metric={built.metric!r}" in built.text
+
+
+def test_no_metric_is_built_from_lines_about_other_work():
+    lines = ["loading 3 files at 12 it/s", "Scanning: 64 images/s", "Evaluation took 12 ms", "done in 3 s"]
+    assert suggestion(lines) is None
 
 
 def test_a_report_is_written_where_the_search_listens_and_by_the_first_rank_alone(tmp_path, monkeypatch):
