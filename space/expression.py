@@ -208,11 +208,14 @@ class Operation(Expression):
         if compute is None:
             # Three-valued logic: an undefined side decides nothing, a deciding side settles it.
             decisive = sign == "|"
-            sides = [argument.scalar(lookup) for argument in self.arguments]
-            left, right = (side if side is UNDEFINED else bool(side) for side in sides)
-            if left is decisive or right is decisive:
-                return decisive
-            return UNDEFINED if left is UNDEFINED or right is UNDEFINED else not decisive
+            undefined = False
+            for argument in self.arguments:
+                side = argument.scalar(lookup)
+                if side is UNDEFINED:
+                    undefined = True
+                elif bool(side) is decisive:
+                    return decisive
+            return UNDEFINED if undefined else not decisive
         values = [argument.scalar(lookup) for argument in self.arguments]
         if UNDEFINED in values:
             return UNDEFINED
