@@ -22,7 +22,7 @@ PROGRAMS = (
     *("python", "python3"),
 )
 """Programs that start a training."""
-_SHELLS = ("sh", "bash", "eval")
+_SHELLS = {"sh", "bash", "eval"}
 _OTHERS = (
     *("echo", "printf", "cd", "mkdir", "rm", "cp", "ls", "cat", "pip", "pip3", "conda", "module", "sleep", "git"),
     "wget",
@@ -63,11 +63,12 @@ def command_of(script: str, where: str, folder: Path | None = None) -> tuple[lis
         UsageError: it cannot be split into words.
     """
     shell = _Script(folder=folder)
-    if "\n" not in script.strip() and shell.script_in(tokens := split_words(script, where)) is None:
-        return tokens, []
+    words = split_words(script, where) if "\n" not in script.strip() else []
+    is_one = [script.strip()] == list(_statements(_without_redirections(script))) and not _SHELLS & set(words)
+    if words and shell.script_in(words) is None and is_one:
+        return words, []
     shell.run(script)
-    candidates = [tokens for tokens in shell.commands if _starts_training(tokens)]
-    tokens = max(candidates, key=len, default=[])
+    tokens = max(filter(_starts_training, shell.commands), key=len, default=words)
     if not tokens:  # a file with only flags
         flags = [value for value in shell.values.values() if value and value[0].lstrip().startswith("-")]
         tokens = [word for value in flags for item in value for word in shell.words(item)]
@@ -96,6 +97,12 @@ def _starts_training(tokens: Sequence[str]) -> bool:
 _KEYWORD = re.compile(r"(if|elif|then|else|while|until|do|\{|!|time|exec|nohup)(?:\s+(.*))?", re.DOTALL)
 _FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(.*)", re.DOTALL)
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1([^\n]*)\n.*?^\s*\2$", re.MULTILINE | re.DOTALL)
+_REDIRECTION = re.compile(
+    r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.|\$\{[^}]*\}|\$\([^)]*\))|"""
+    r"""(?:(?<!\S)\d+|&)?[<>]{1,3}[&|]?\s*(?:"[^"]*"|'[^']*'|\$?\([^)]*\)|[^\s"'<>|;&()])*""",
+    re.DOTALL,
+)
+"""Text that is quoted or expanded, as the first group, or a redirection with its target."""
 _ENDS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", ";;", "}"})
 
 
@@ -136,6 +143,10 @@ def _statements(script: str) -> Iterator[str]:
             continue
         position += 1
     yield from _words_apart(text[start:].strip())
+
+
+def _without_redirections(text: str) -> str:
+    return _REDIRECTION.sub(lambda match: match[1] or "", text)
 
 
 def _words_apart(statement: str) -> Iterator[str]:
@@ -214,6 +225,7 @@ class _Script:
             return position, None
         if keyword in ("[", "[[", "test") or text.startswith("(("):
             return position, self._holds(text)
+        text = _without_redirections(text).strip()
         if text.startswith("(") and text.endswith(")"):
             self.run(text[1:-1])
         elif keyword in (".", "source"):
@@ -302,10 +314,10 @@ class _Script:
             if follows_shell or (word == "eval" and position == 0):
                 start = position - 1 if follows_shell else position
                 with suppress(ValueError):
-                    tokens = [*tokens[:start], *shlex.split(" ".join(tokens[position + 1 :]))]
+                    inner = _without_redirections(" ".join(tokens[position + 1 :]))
+                    commands = [*map(shlex.split, _statements(inner))]
+                    tokens = [*tokens[:start], *next(filter(_starts_training, commands), shlex.split(inner))]
                 break
-        cut = next((index for index, word in enumerate(tokens) if re.match(r"\d*[<>]|&>", word)), len(tokens))
-        tokens = tokens[:cut]
         self.commands.append(tokens)
         if tokens and (body := self._functions.get(tokens[0])) is not None:
             self._call(body, tokens[1:])

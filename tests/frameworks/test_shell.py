@@ -46,6 +46,32 @@ def test_a_variables_value_is_that_of_the_script(script, value):
     assert command[-1] == value and command[:2] == ["torchrun", "--nproc_per_node"] and not unknown
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        *(
+            "{} > log.txt 2>&1 &",
+            "{} 2>&1 | tee log",
+            "{}; echo done",
+            "{} && echo done",
+            "{} # comment",
+            "nohup {} &> log",
+        ),
+        *("({}) 2>&1 | tee log", "time {} >log_$(date +%s).txt", "bash -c 'cd x && {} > log && echo done'"),
+    ],
+)
+def test_what_a_shell_does_with_a_command_is_no_value_of_its_last_flag(around):
+    command = "torchrun --nproc_per_node 8 run_clm.py --config_name gpt2 --bf16"
+    assert words(around.format(command))[0][-7:] == ["torchrun", "--nproc_per_node", "8", *command.split()[3:]]
+    assert read(around.format(command)).config["precision"] == "bf16"
+
+
+def test_quoted_signs_of_redirections_are_values():
+    script = "trl sft --eos_token '<|im_end|>' --pad_token \"<pad>\" > log 2>&1 --bf16\n"
+    for text in (script, f"A=1\n{script}"):
+        assert words(text)[0][2:] == ["--eos_token", "<|im_end|>", "--pad_token", "<pad>", "--bf16"]
+
+
 def test_arrays_grow_and_comments_in_them_are_none():
     script = 'A=(--a 1 # one\n  --b "2 3")\nA+=(--c)\nA=("${A[@]}" --d $((1+1)))\nARGS=("${A[@]}" ${A[0]})\n'
     assert words(script + LAUNCH)[0][4:] == ["--a", "1", "--b", "2 3", "--c", "--d", "2", "--a"]
