@@ -274,7 +274,8 @@ _FLAGS = frozenset((
     "exclusive", "debug", "quiet", "same_network",
 ))  # fmt: skip
 """Options of launchers without a value."""
-_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner", *_ACCELERATE)
 _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=((?!.*,\w+=).*)", re.DOTALL)
 _PAIRS = ("optim_args",)
 """Options whose value is `name=value,...`."""
@@ -337,9 +338,10 @@ def _read_command(
         environment.setdefault("NGPU", "8")
     facts = _processes(launched, launcher, environment)
     sources: list[SettingsSource] = []
-    if any(Path(word).name == "accelerate" for word in launcher):
+    if names := [word for word in launcher if Path(word).name in _ACCELERATE]:
+        options = dict(options_of(launcher[launcher.index(names[0]) + 1 :], _FLAGS))
         launcher_sources, further = _with_files(
-            find_framework("accelerate"), launched, where + BEFORE_SCRIPT, "options", Path() if files else None
+            find_framework("accelerate"), options, where + BEFORE_SCRIPT, "options", Path() if files else None
         )
         sources += [source for source in launcher_sources if len(source.settings)]
         facts = _merge_facts(further, facts)
@@ -366,7 +368,7 @@ def _read_command(
     if by_program is not None and settings and not dashes and not by_program.assigns:
         by_program = None  # its programs take flags; one of that name that takes assignments is another's
     framework = None if _other(settings) is not None else by_program or _recognised(settings)
-    for key in [key_name for key_name in settings if plain(key_name) in ("config", "config_file")]:
+    for key in [key_name for key_name in settings if plain(key_name) in ("c", "config", "config_file")]:
         config_file = settings[key]
         if isinstance(config_file, str) and config_file.endswith(SUFFIXES[:4]):
             config_files.append(config_file)

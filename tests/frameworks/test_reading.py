@@ -634,6 +634,7 @@ def test_files_of_data_are_not_those_of_a_trainer(folder):
         ("python trl/scripts/sft.py --model_name_or_path m", "checkpoint_ratio", 1),
         ("accelerate launch --use_deepspeed train.py", "zero", 2),
         (f"accelerate launch --use_deepspeed {NVME} train.py", "offload", "optimizer"),
+        ("conda run -n x python -m accelerate.commands.launch --mixed_precision bf16 run_clm.py", "precision", "bf16"),
         ("litgpt finetune_full m --devices 4", "micro_batch", 1),
         ("litgpt pretrain m --devices 4", "micro_batch", 4),
         (f"{ONE_RANK} --transformer-impl local", "attention", "eager"),  # its scores are kept
