@@ -1,6 +1,7 @@
 """The training that settings of other trainers describe, and the lines that change it."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -11,7 +12,7 @@ from ..base.errors import UsageError
 from ..knobs.strategy import DEGREES, STANDARD, Strategy
 from ..knobs.text import config_text
 from ..space import Config
-from .framework import Framework, SettingsReader, nested, plain, same_setting, text_of
+from .framework import Framework, Settings, SettingsReader, nested, plain, same_setting, text_of
 from .registry import find_framework
 
 
@@ -306,7 +307,7 @@ def combined(sources: Sequence[SettingsSource], launcher_facts: Mapping[str, Any
         # Options of a command replace settings of its file, and both have the same defaults.
         earlier = together.pop(source.framework, {})
         together[source.framework] = {
-            **{name: value for name, value in earlier.items() if name not in source.settings},
+            **{name: value for name, value in earlier.items() if not _is_replaced(name, earlier, source.settings)},
             **source.settings,
         }
         reading = find_framework(source.framework).reading(source.settings, source.where)
@@ -350,6 +351,15 @@ def combined(sources: Sequence[SettingsSource], launcher_facts: Mapping[str, Any
         explicit_conventions=explicit,
         sources=tuple(combined_sources),
         **{member.name: facts[member.name] for member in fields(TrainerConfig) if member.name in facts},
+    )
+
+
+def _is_replaced(name: str, earlier: Settings, later: Settings) -> bool:
+    """True if later settings have this one, a value in place of a section with it, or another class with its arguments."""
+    sections = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+    classes = [f"{section}.class_path" for section in sections if name.startswith(f"{section}.init_args.")]
+    return not later.keys().isdisjoint({name, f"{name}.class_path", *sections}) or any(
+        path in later and later[path] != earlier.get(path) for path in classes
     )
 
 

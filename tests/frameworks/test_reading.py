@@ -579,6 +579,26 @@ def test_lightnings_deepspeed_has_its_stage_and_its_formats(strategy, zero, offl
     assert found.conventions.get("master_weights") == ("fp32" if narrow else None), "DeepSpeed keeps a master copy"
 
 
+@pytest.mark.parametrize(
+    ("options", "zero", "optimizer"),
+    [
+        ("--trainer.strategy ddp --optimizer SGD", 0, "sgd"),
+        ("--trainer.strategy.class_path DDPStrategy --optimizer.class_path torch.optim.SGD", None, "sgd"),
+        ("--trainer.strategy.class_path lightning.FSDPStrategy --optimizer.lr 0.1", 3, None),
+    ],
+)
+def test_another_class_in_a_command_has_no_arguments_of_that_in_its_file(options, zero, optimizer, folder):
+    arguments = "cpu_offload: true, auto_wrap_policy: [a.B], activation_checkpointing_policy: [a.B]"
+    strategy = f"{{class_path: lightning.FSDPStrategy, init_args: {{{arguments}}}}}"
+    text = LIGHTNING.format(precision="32-true", strategy=strategy)
+    (folder / "config.yaml").write_text(text + "optimizer: {class_path: AdamW, init_args: {lr: 1, amsgrad: true}}\n")
+    found = read(f"python main.py fit -c config.yaml {options}")
+    assert (found.config.get("zero"), found.conventions.get("optimizer")) == (zero, optimizer)
+    kept = ("optimizer", 1) if zero == 3 else (None, None)
+    assert (found.config.get("offload"), found.config.get("checkpoint_ratio")) == kept
+    assert bool(found.unread) is (zero == 3)
+
+
 def test_litgpts_subcommand_decides_on_adapters_and_recomputation(folder):
     lora = read("litgpt finetune_lora meta-llama/Llama-3.2-1B --devices 4")
     assert lora.model == "meta-llama/Llama-3.2-1B"
