@@ -283,10 +283,10 @@ def read(reader: SettingsReader) -> None:
             if (degree := reader.whole(f"megatron_lm_config.megatron_lm_{knob}_degree")) is not None:
                 reader.knobs[knob] = degree
     if engine == "DEEPSPEED":
-        offloads = str(reader.get("deepspeed_config.offload_param_device") or "none") != "none"
-        deepspeed.list_nvme(reader, *(f"deepspeed_config.offload_{part}_device" for part in ("param", "optimizer")))
+        deepspeed.list_nvme(reader, "deepspeed_config.offload_optimizer_device")
         deepspeed.read_engine(reader)
-        reader.conventions["offload_weights"] = offloads
+        reader.conventions["offload_weights"] = False
+        deepspeed.read_offloaded_weights(reader, "deepspeed_config.offload_param_device")
     processes = reader.whole("num_processes")
     if processes is not None:
         reader.facts["devices"] = processes

@@ -212,10 +212,8 @@ def read(reader: SettingsReader) -> None:
     """Reads the batch, the optimizer and DeepSpeed's defaults."""
     if (total := reader.whole("train_batch_size")) is not None:
         reader.facts["global_batch"] = total
-    if reader.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
-        reader.conventions["offload_weights"] = True
-        reader.knobs["offload"] = "optimizer"
-    list_nvme(reader, _DEVICE, "zero_optimization.offload_param.device")
+    read_offloaded_weights(reader, "zero_optimization.offload_param.device")
+    list_nvme(reader, _DEVICE)
     zero, offload = reader.knobs.get("zero"), reader.knobs.get("offload")
     if offload == "optimizer" and zero == 0:
         reader.note(f"{_DEVICE} has no effect at zero_optimization.stage 0: DeepSpeed offloads from stage 1 on")
@@ -234,6 +232,20 @@ def read(reader: SettingsReader) -> None:
     bucket = number(reader.get("zero_optimization.reduce_bucket_size"))
     if isinstance(bucket, int | float) and 1e6 <= bucket <= 1e10:
         reader.conventions["bucket_mib"] = 2 * bucket / 2**20  # elements of 16 bits
+
+
+def read_offloaded_weights(reader: SettingsReader, key: str) -> None:
+    """Reads weights in host memory, which stage 3 alone has; the estimate has them there only beside the optimizer."""
+    if str(reader.get(key) or "none").lower() in ("none", "false"):
+        return
+    list_nvme(reader, key)
+    if reader.knobs.get("zero") != 3:
+        reader.note(f"{reader.name(key)} has no effect below stage 3: DeepSpeed then offloads no weights")
+    elif reader.knobs.get("offload") == "optimizer":
+        reader.conventions["offload_weights"] = True
+    else:
+        reader.misunderstood(key)
+        reader.note(f"{reader.name(key)} without an offloaded optimizer: weights are taken to stay on the device")
 
 
 def list_nvme(reader: SettingsReader, *keys: str) -> None:

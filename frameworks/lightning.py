@@ -171,9 +171,9 @@ def read(reader: SettingsReader) -> None:
     if "deepspeed" in name.lower():
         if reader.knobs.get("precision") == "bf16_pure":  # bf16-true, too, is DeepSpeed's bf16.enabled
             reader.knobs["precision"] = "bf16"
-        if "stage_3_offload" in name or reader.flag(f"{_ARGUMENTS}offload_parameters"):
-            reader.knobs["offload"] = "optimizer"
+        if "stage_3_offload" in name:
             reader.conventions["offload_weights"] = True
+        deepspeed.read_offloaded_weights(reader, f"{_ARGUMENTS}offload_parameters")
         reader.conventions |= deepspeed.conventions(reader.knobs)
         offloads = (f"{_ARGUMENTS}offload_{part}_device" for part in ("params", "optimizer"))
         deepspeed.list_nvme(reader, "trainer.strategy", *offloads)

@@ -191,7 +191,8 @@ def _with_files(
             if kind != "deepspeed" or stage is None:
                 raise UsageError(f"{where}: the file {value} of {name} is not there")
             facts["notes"].append(f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}")
-            offload = {"zero_optimization.offload_optimizer.device": "cpu"} if "offload" in value else {}
+            offloaded = () if "offload" not in value else ("optimizer", "param") if stage[1] == "3" else ("optimizer",)
+            offload = {f"zero_optimization.offload_{part}.device": "cpu" for part in offloaded}
             file_settings = {"zero_optimization.stage": int(stage[1]), **offload}
             own_settings[name] = OpenedFile(value)
         else:

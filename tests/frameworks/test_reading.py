@@ -565,7 +565,13 @@ LIGHTNING = "trainer:\n  accelerator: gpu\n  devices: 8\n  precision: {precision
         ("{class_path: lightning.pytorch.strategies.DeepSpeedStrategy}", 2, "none", False),
         ("{class_path: DeepSpeedStrategy, init_args: {stage: 3}}", 3, "none", False),
         ("{class_path: DeepSpeedStrategy, init_args: {stage: 3, offload_optimizer: true}}", 3, "optimizer", False),
-        ("{class_path: DeepSpeedStrategy, init_args: {stage: 3, offload_parameters: true}}", 3, "optimizer", True),
+        ("{class_path: DeepSpeedStrategy, init_args: {stage: 3, offload_parameters: true}}", 3, "none", False),
+        (
+            "{class_path: DeepSpeedStrategy, init_args: {stage: 3, offload_optimizer: true, offload_parameters: true}}",
+            3,
+            "optimizer",
+            True,
+        ),
     ],
 )
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
@@ -687,6 +693,8 @@ LATENT = {
     "multi-latent-attention": True, "moe-ffn-hidden-size": 64,
 }  # fmt: skip
 AXOLOTLS = {"base_model": "gpt2", "sequence_len": 64, "fsdp_config.fsdp_version": 2}
+STAGE_3 = {"zero_optimization.stage": 3}
+PARAMETERS, OPTIMIZER = (f"zero_optimization.offload_{part}.device" for part in ("param", "optimizer"))
 UNREAD = (
     ("deepspeed", {"zero_optimization.stage": 3}, {"zero_optimization.offload_param.device": "nvme"}),
     ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": 3},
@@ -721,6 +729,8 @@ UNREAD = (
         *(("llamafactory", {"disable_gradient_checkpointing": True, "gradient_checkpointing": own},
            {"checkpoint_ratio": int(own)}) for own in (True, False)),
         *((framework, {**engine, **unread}, {"unread": unread}) for framework, engine, unread in UNREAD),
+        *(("deepspeed", {**STAGE_3, PARAMETERS: "cpu", OPTIMIZER: device}, {"unread": unread, "offload": offload})
+          for device, offload, unread in (("none", "none", {PARAMETERS: "cpu"}), ("cpu", "optimizer", {}))),
     ],
 )  # fmt: skip
 def test_settings_mean_what_their_framework_makes_of_them(framework, settings, values):
@@ -751,6 +761,7 @@ FLOAT8 = {"float8.enable_fsdp_float8_all_gather": True}
         ("torchtitan", FLOAT8, "[float8] has no effect"),
         ("torchtitan", FLOAT8 | {"model.converters": ["float8"]}, None),
         ("lightning", {"trainer.strategy": "fsdp"}, "without auto_wrap_policy"),
+        ("deepspeed", {"zero_optimization.stage": 2, PARAMETERS: "cpu"}, "has no effect below stage 3"),
     ],
 )
 def test_settings_that_are_misspelt_or_without_effect_are_noted(framework, settings, note):
