@@ -223,6 +223,8 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
 """Optimizers by a part of their name: the estimator's, and how it is like that."""
 _LOW_RANK = {"galore": 128, "apollo": 1}
 """Optimizers with states of projected gradients, and the rank that transformers' arguments have by default."""
+_MOMENTA = ("optimizer.params.momentum", "optimizer.init_args.momentum", "optimizer.momentum", "sgd_momentum")
+"""Settings of SGD's momentum, which is a state of each parameter."""
 _ODD = ("4bit", "lomo", "muon", "badam", "layerwise", "mini", "ademamix", "shampoo", "soap", "dion", "onebit",
         "zerooneadam", "lamb", "came", "optimi")  # fmt: skip
 """Parts of names of optimizers with states of another size or number."""
@@ -244,6 +246,8 @@ def read_optimizer(reader: SettingsReader, *keys: str) -> None:
         reader.misunderstood(key)
         return
     name, likeness = OPTIMIZERS[part]
+    if name == "sgd" and number(reader.get(*_MOMENTA)):
+        name = "sgd-momentum"
     if likeness:
         reader.note(f"{reader.name(*keys)} = {value} is taken for an optimizer with {likeness}")
     if name not in ("adamw", "adam"):

@@ -266,6 +266,7 @@ def read(reader: SettingsReader) -> None:
         reader.conventions["gradient_dtype"] = "fp32"
     if reader.get("rampup-batch-size") is not None:
         reader.note("rampup-batch-size: the estimate is of the global batch after the ramp")
+    reader.set("sgd-momentum", 0.9)
     read_optimizer(reader, "optimizer")
     reader.get("deepspeed", "deepspeed_config")
 

@@ -731,6 +731,12 @@ UNREAD = (
         *((framework, {**engine, **unread}, {"unread": unread}) for framework, engine, unread in UNREAD),
         *(("deepspeed", {**STAGE_3, PARAMETERS: "cpu", OPTIMIZER: device}, {"unread": unread, "offload": offload})
           for device, offload, unread in (("none", "none", {PARAMETERS: "cpu"}), ("cpu", "optimizer", {}))),
+        ("deepspeed", {"optimizer.type": "SGD", "optimizer.params.momentum": 0.9},
+         {"optimizer": "sgd-momentum", "unread": {}}),
+        ("deepspeed", {"optimizer.type": "SGD", "optimizer.params.momentum": 0}, {"optimizer": "sgd"}),
+        ("litgpt", {"optimizer.class_path": "torch.optim.SGD", "optimizer.init_args.momentum": 0.9},
+         {"optimizer": "sgd-momentum"}),
+        ("megatron", {"optimizer": "sgd"}, {"optimizer": "sgd-momentum"}),
     ],
 )  # fmt: skip
 def test_settings_mean_what_their_framework_makes_of_them(framework, settings, values):
