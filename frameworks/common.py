@@ -285,7 +285,9 @@ _INCOMPLETE = ("rm",)
 """Kinds of training with memory that no term describes: LLaMA-Factory's value head."""
 
 
-def read_stage(reader: SettingsReader, key: str, shown: str = "", *, reference: bool | None = None) -> None:
+def read_stage(
+    reader: SettingsReader, key: str, shown: str = "", *, reference: bool | None = None, fuses_loss: bool = False
+) -> None:
     """Reads the kind of training: pairs and a second model are counted; generated samples are not.
 
     Args:
@@ -293,12 +295,16 @@ def read_stage(reader: SettingsReader, key: str, shown: str = "", *, reference: 
         key: the setting with the kind.
         shown: the kind in a note; None for the setting.
         reference: False if there is no reference model in memory, whatever the kind.
+        fuses_loss: True if the trainer's own losses of the kind are fused too: those of the model need labels.
     """
     value = reader.get(key)
     if value is None:
         return
     shown = shown or f"{reader.name(key)} = {value}"
     stage = _STAGES.get(str(value).lower())
+    if str(value).lower() not in ("pt", "sft") and not fuses_loss and reader.knobs.get("kernels"):
+        reader.knobs["kernels"] = False
+        reader.note(f"{shown} takes logits from the model: its fused kernels compute no loss, and are not estimated")
     if stage is None:
         reader.misunderstood(key)
         reader.note(

@@ -63,7 +63,7 @@ def _read(reader: SettingsReader) -> None:
         read_quantized(reader, "load_in_8bit")
     # With adapters the reference model is the model without them.
     reference = not reader.flag("use_peft") and not reader.flag("precompute_ref_log_probs")
-    read_stage(reader, SUBCOMMAND, f"trl {kind}", reference=reference)
+    read_stage(reader, SUBCOMMAND, f"trl {kind}", reference=reference, fuses_loss=True)
     if reader.flag("activation_offloading"):
         reader.conventions["offload_activations"] = True
     _read_accelerate(reader)

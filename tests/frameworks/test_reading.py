@@ -695,6 +695,7 @@ LATENT = {
 AXOLOTLS = {"base_model": "gpt2", "sequence_len": 64, "fsdp_config.fsdp_version": 2}
 STAGE_3 = {"zero_optimization.stage": 3}
 PARAMETERS, OPTIMIZER = (f"zero_optimization.offload_{part}.device" for part in ("param", "optimizer"))
+LIGER = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
 UNREAD = (
     ("deepspeed", {"zero_optimization.stage": 3}, {"zero_optimization.offload_param.device": "nvme"}),
     ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": 3},
@@ -737,6 +738,10 @@ UNREAD = (
         ("litgpt", {"optimizer.class_path": "torch.optim.SGD", "optimizer.init_args.momentum": 0.9},
          {"optimizer": "sgd-momentum"}),
         ("megatron", {"optimizer": "sgd"}, {"optimizer": "sgd-momentum"}),
+        ("trl", {"subcommand": "dpo", "use_liger_kernel": True}, {"kernels": True}),
+        *(("llamafactory", {"stage": stage, "enable_liger_kernel": True}, {"kernels": fused})
+          for stage, fused in (("sft", True), ("dpo", False), ("rm", False))),
+        *(("axolotl", {**LIGER, "rl": kind}, {"kernels": kind is None}) for kind in (None, "dpo")),
     ],
 )  # fmt: skip
 def test_settings_mean_what_their_framework_makes_of_them(framework, settings, values):
