@@ -415,6 +415,7 @@ class Framework:
                 reader.note(
                     f"{', '.join(map(reader.name, further_lengths))}: not read beside {reader.name(*self.seq_len)} = {length}"
                 )
+        reader.misunderstood(*(name for name in self.seq_len if reader.has(name) and reader.whole(name) is None))
         self.read(reader)
         for name, neutral in self.ignored.items():
             reader.ignore(name, neutral)

@@ -385,6 +385,9 @@ def read_recomputation(reader: SettingsReader, layers: int | None, names: Sequen
                     f"{reader.name(count_of)} = {count} is more than the {stage_layers} layers of a stage: all are recomputed"
                 )
             knobs["checkpoint_ratio"] = min(1.0, count / stage_layers)
+    elif granularity == "full" and (reader.whole(count_of) or 1) > 1:
+        reader.misunderstood(count_of)
+        reader.note(f"{reader.name(count_of)}: inputs are taken to be kept of every layer, not of the first of several")
 
 
 def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:

@@ -738,6 +738,9 @@ UNREAD = (
         ("litgpt", {"optimizer.class_path": "torch.optim.SGD", "optimizer.init_args.momentum": 0.9},
          {"optimizer": "sgd-momentum"}),
         ("megatron", {"optimizer": "sgd"}, {"optimizer": "sgd-momentum"}),
+        ("megatron", {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 4},
+         {"unread": {"recompute-num-layers": 4}}),
+        ("llamafactory", {"cutoff_len": "4k"}, {"unread": {"cutoff_len": "4k"}}),
         ("trl", {"subcommand": "dpo", "use_liger_kernel": True}, {"kernels": True}),
         *(("llamafactory", {"stage": stage, "enable_liger_kernel": True}, {"kernels": fused})
           for stage, fused in (("sft", True), ("dpo", False), ("rm", False))),
