@@ -387,7 +387,7 @@ def _read_command(
         framework = framework or find_framework(file_sources[-1].framework)
     for word in command[1:]:
         if word.startswith("activation_checkpoint:"):
-            settings[word] = True
+            settings["activation_checkpoint.mode"] = word.partition(":")[2]
     framework = framework or chosen
     if framework is None and settings and not sources and not uses_engine:
         raise UsageError(_unrecognised(words, settings))

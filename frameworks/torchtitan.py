@@ -29,6 +29,7 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _LOCAL, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
 _REPLICATE, _SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
 _PIECE = "parallelism.pipeline_parallel_microbatch_size"
+_ASYNC = tuple(f"{section}.enable_async_tensor_parallel" for section in ("compile", "parallelism", "experimental"))
 _MODE = "activation_checkpoint.mode"
 _COMPONENTS = "compile.components"
 _BY_SEVERAL = {
@@ -237,15 +238,11 @@ TARGET = Target(
 
 
 def prepare(reader: SettingsReader) -> None:
-    """Converts settings as torchtitan's parser and its defaults do: `--a.no_b` is `a.b=false`, and
-    `activation_checkpoint:full` is a mode.
-    """
+    """Converts settings as torchtitan's parser and its defaults do: `--a.no_b` is `a.b=false`."""
     for name in list(reader.settings):
         section, dot, option = plain(name).rpartition(".")
         if option.startswith("no_"):
             reader.override(f"{section}{dot}{option[3:]}", reader.flag(name) is False)
-        if name.startswith("activation_checkpoint:"):
-            reader.set(_MODE, name.partition(":")[2])
     if reader.has(_PARAM):
         reader.set(_DTYPE, "float32")
     elif reader.has(_DTYPE):
@@ -316,8 +313,10 @@ def read(reader: SettingsReader) -> None:
     _read_recomputation(reader)
     _read_float8(reader)
     _read_compilation(reader)
-    if reader.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"):
+    if reader.flag(*_ASYNC):
         reader.conventions["overlap_tensor"] = True
+        if not knobs.get("fusion"):
+            reader.note(f"torchtitan refuses {reader.name(*_ASYNC)} unless compile.enable compiles the model")
     if reader.flag("debug.moe_force_load_balance", "training.debug_moe_force_load_balance"):
         reader.conventions["balanced_experts"] = True
     read_optimizer(reader, "optimizer.name")

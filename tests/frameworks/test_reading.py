@@ -775,12 +775,20 @@ FLOAT8 = {"float8.enable_fsdp_float8_all_gather": True}
         ("torchtitan", FLOAT8, "[float8] has no effect"),
         ("torchtitan", FLOAT8 | {"model.converters": ["float8"]}, None),
         ("lightning", {"trainer.strategy": "fsdp"}, "without auto_wrap_policy"),
+        ("torchtitan", {"compile.enable_async_tensor_parallel": True}, "torchtitan refuses"),
         ("deepspeed", {"zero_optimization.stage": 2, PARAMETERS: "cpu"}, "has no effect below stage 3"),
     ],
 )
 def test_settings_that_are_misspelt_or_without_effect_are_noted(framework, settings, note):
     notes = find_framework(framework).reading(settings, "x").notes
-    about = ("did you mean", "is not a value ", "has no effect", "two states in float32", "without auto_wrap_policy")
+    about = (
+        "did you mean",
+        "is not a value ",
+        "has no effect",
+        "titan refuses",
+        "two states in float32",
+        "without auto_wrap_policy",
+    )
     noted = [each for each in notes if any(words in each for words in about)]
     assert len(noted) == bool(note) and all(note in each for each in noted)
 
@@ -1111,8 +1119,8 @@ def test_a_torchtitan_option_with_no_switches_a_setting_off(folder):
          {"overlap_experts": True, "balanced_experts": True, "rows_once_a_node": True}),
         ("python run_recipe.py --recipe x train.micro_batch_size=1 train.global_batch_size=8 comm_overlap.tp_comm_overlap=true",
          {}, {"overlap_tensor": True}),
-        ("python -m torchtitan.train --module llama3 --config llama3_8b --debug.moe_force_load_balance "
-         "--parallelism.enable_async_tensor_parallel", {"unread": {}},
+        ("python -m torchtitan.train --module llama3 --config llama3_8b --debug.moe_force_load_balance --compile.enable "
+         "--compile.enable_async_tensor_parallel activation_checkpoint:full", {"unread": {}, "notes": ()},
          {"overlap_tensor": True, "balanced_experts": True, "loss": "chunked"}),
         ("trl sft --model_name_or_path gpt2 --num_processes 4 --accelerate_config zero2", {"unread": {}, "devices": 4},
          {"unsharded_gradients": False, "master_weights": "fp32"}),
