@@ -103,6 +103,8 @@ class TrainingSetup:
     scatter_transfers: bool = False
     """True if each tensor-parallel rank sends one slice to the next stage, as in Megatron-LM (arXiv:2104.04473, section 4.1),
     rather than all of them the same tensor."""
+    flushed_samples: int | None = None
+    """Samples of a replica after which its pipeline drains; None: those of a step."""
     balance: str = "layers"
     """Division of layers into stages: `layers`, equally many blocks each, or `cost`, the head counted too."""
     overlap_gradients: bool = True

@@ -140,7 +140,7 @@ def slot_of(rank: TimedRank, work: Work) -> Slot:
 
 
 def pipeline(rank: TimedRank, slot: Slot) -> tuple[np.ndarray, np.ndarray]:
-    """Transfers between stages, m crossings of each boundary in each direction, and the bubble (`idle_slot`)."""
+    """Transfers between stages, m crossings of each boundary in each direction, and the bubble of each flush (`idle_slot`)."""
     several = rank.cols.pp > 1
     if not several.any():
         return rank.none, rank.none
@@ -156,4 +156,6 @@ def pipeline(rank: TimedRank, slot: Slot) -> tuple[np.ndarray, np.ndarray]:
     exposed = 1 - constants.max_overlap if rank.setup.overlap_transfers else 1.0
     transfer = exposed * rank.accum * 2.0 * crossings(cols.pp, cols) * hop
     idle = idle_slot(slot.total, slot.forward, slot.backward, slot.of_weights, hop, cols)
-    return np.where(several, transfer, 0.0), (cols.pp - 1) * idle
+    samples = cols.micro_batch * cols.grad_accum
+    flushes = np.ceil(samples / np.minimum(rank.setup.flushed_samples or samples, samples))
+    return np.where(several, transfer, 0.0), flushes * (cols.pp - 1) * idle

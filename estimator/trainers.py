@@ -282,6 +282,7 @@ _ASSUMED: tuple[tuple[str, Any, str], ...] = (
     ("overlap_experts", True, "exchanges between experts overlap with products"),
     ("balanced_experts", True, "all experts get equally many rows"),
     ("early_kernels", True, "kernels for Blackwell are those of libraries before November 2025"),
+    ("flushed_samples", None, "pipelines drain after {} samples of a replica"),
     ("bucket_copy", True, "gradient buckets are memory beside the gradients"),
     ("reserved_memory", False, "the peak is of what is allocated, not of what the allocator reserved"),
     ("loss", "plain", "the loss upcasts logits by operators"),

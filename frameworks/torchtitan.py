@@ -282,6 +282,8 @@ def read(reader: SettingsReader) -> None:
     if (total := reader.whole(_GLOBAL)) is not None:
         knobs.pop("grad_accum", None)
         reader.facts["global_batch"] = total
+        if pp > 1:
+            reader.conventions["flushed_samples"] = local
     elif pp == 1:
         knobs["grad_accum"] = 1
     replicate = reader.whole(_REPLICATE, "training.data_parallel_replicate_degree") or 1

@@ -187,6 +187,15 @@ def test_the_bubble_is_p_minus_1_slots_of_m(pp, accum):
     assert found["bubble"] == pytest.approx(ideal * (pp - 1) / accum, rel=0.02)
 
 
+def test_a_pipeline_that_drains_several_times_a_step_has_as_many_bubbles():
+    setup = SETUP.replace(devices=4, global_batch=16)
+    once, *flushed = (
+        terms(setup.replace(flushed_samples=samples), pp=4, dp=1, grad_accum=8, micro_batch=2)["bubble"]
+        for samples in (None, 4, 16, 32)
+    )
+    assert flushed == pytest.approx([4 * once, once, once])
+
+
 def test_the_only_boundary_of_two_stages_is_between_the_nodes():
     """Stages of six devices do not share a node of eight any more than stages of eight do."""
     six, eight = (

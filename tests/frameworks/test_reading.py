@@ -740,6 +740,8 @@ UNREAD = (
         ("megatron", {"optimizer": "sgd"}, {"optimizer": "sgd-momentum"}),
         ("megatron", {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 4},
          {"unread": {"recompute-num-layers": 4}}),
+        ("torchtitan", {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 4,
+                        "training.global_batch_size": 64}, {"flushed_samples": 4, "micro_batch": 1}),
         ("llamafactory", {"cutoff_len": "4k"}, {"unread": {"cutoff_len": "4k"}}),
         ("trl", {"subcommand": "dpo", "use_liger_kernel": True}, {"kernels": True}),
         *(("llamafactory", {"stage": stage, "enable_liger_kernel": True}, {"kernels": fused})
