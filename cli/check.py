@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..frameworks.framework import is_off
 from ..frameworks.reading import BEFORE_SCRIPT
 from ..knobs.text import value_text
 from . import exit_codes
@@ -96,7 +95,7 @@ def render(result: "Check") -> str:
     if result.without:
         verdict += f" without {_listed(result.without)}"
         chance = "the chance to fit is unknown"
-    idle = [name for name, value in trainer.unread.items() if is_off(value)]
+    idle = trainer.unread_off
     lines = [
         f"{result.model} by {trainer.framework} on {trainer.devices} x {result.hardware.name}",
         *(f"{fact.name:<14} {fact.value}  [{fact.source}]" for fact in result.facts),

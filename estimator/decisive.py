@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..frameworks.framework import as_flag, is_off
+from ..frameworks.framework import as_flag
 from ..frameworks.reading import COMMAND
 from ..frameworks.registry import find_framework
 from ..frameworks.trainer_config import TrainerConfig
@@ -25,9 +25,9 @@ class Fact:
 def without(trainer: TrainerConfig) -> tuple[str, ...]:
     """Settings that are on, do not enter the prediction, and may change memory or speed."""
     return tuple(
-        f"{name}={value}" if isinstance(value, str) and len(value) < 40 and not as_flag(value) else name
+        f"{name}={value}" if isinstance(value, str | bool) and len(str(value)) < 40 and not as_flag(value) else name
         for name, value in trainer.unread.items()
-        if not is_off(value)
+        if name not in trainer.unread_off
     )
 
 

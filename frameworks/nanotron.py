@@ -28,7 +28,6 @@ def read(reader: SettingsReader) -> None:
         family = "qwen2" if reader.flag(f"{_MODEL}is_qwen2_config") else "llama"
         present: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
         reader.facts["architecture"] = {"model_type": family, **present}
-    reader.ignore("parallelism.tp_recompute_allgather", True)  # the default, with which its runs were measured
     if reader.has(f"{_MODEL}moe_config.num_experts"):
         reader.misunderstood(f"{_MODEL}moe_config.num_experts")
         reader.note(f"{_MODEL}moe_config: the estimate is of the model without experts; give --model")

@@ -12,7 +12,7 @@ from ..base.errors import UsageError
 from ..knobs.strategy import DEGREES, STANDARD, Strategy
 from ..knobs.text import config_text
 from ..space import Config
-from .framework import Framework, Settings, SettingsReader, nested, plain, same_setting, text_of
+from .framework import Framework, Settings, SettingsReader, is_off, nested, plain, same_setting, text_of
 from .registry import find_framework
 
 
@@ -96,6 +96,17 @@ class TrainerConfig:
     """Knobs that are given beside the files."""
     given_batch: int | None = None
     """Global batch that is given beside the files."""
+
+    @property
+    def unread_off(self) -> list[str]:
+        """Settings of `unread` that are off, as they are by default."""
+        on_by_default = {
+            plain(name)
+            for _, framework in self._frameworks()
+            for name, value in framework.ignored.items()
+            if value is True
+        }
+        return [name for name, value in self.unread.items() if is_off(value) and plain(name) not in on_by_default]
 
     def beside(self, knobs: Mapping[str, Any], global_batch: int | None) -> "TrainerConfig":
         """Returns this training with knobs and a global batch that are given beside the files, and replace theirs."""

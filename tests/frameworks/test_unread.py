@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 from redline.base.errors import UsageError
+from redline.estimator.decisive import without
 from redline.frameworks import read
 from redline.frameworks.framework import harmless_settings, is_harmless, other_trainers, plain
 from redline.frameworks.registry import FRAMEWORKS, find_framework
@@ -194,6 +195,15 @@ def test_an_impossible_value_of_a_knob_is_not_read():
 def test_what_is_unlike_the_estimate_is_listed(name, settings, listed):
     unread = find_framework(name).reading(settings, "x").facts["unread"]
     assert len(unread) == 1 and listed in next(iter(unread))
+
+
+def test_what_is_on_by_default_is_not_without_effect_if_it_is_off(tmp_path):
+    optimizer = (
+        "optimizer: {zero_stage: 1, accumulate_grad_in_fp32: false}\nparallelism: {dp: 2, recompute_layer: false}\n"
+    )
+    (tmp_path / "n.yaml").write_text(f"{optimizer}tokens: {{micro_batch_size: 1, use_x: false}}\n")
+    trainer = read(tmp_path / "n.yaml")
+    assert without(trainer) == ("optimizer.accumulate_grad_in_fp32=False",) and trainer.unread_off == ["tokens.use_x"]
 
 
 def test_settings_that_say_what_is_estimated_are_not_listed():
