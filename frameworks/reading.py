@@ -182,6 +182,7 @@ def _with_files(
     for name, value in own_settings.copy().items():
         if plain(name) == "fsdp_config" and isinstance(value, str) and value.lstrip().startswith("{"):
             own_settings |= {f"fsdp_config.{key}": field_value for key, field_value in _inline(name, value).items()}
+            own_settings[name] = OpenedFile(value)
         kind = _FILES.get(plain(name))
         if kind is None or folder is None or not isinstance(value, str) or not value.endswith(SUFFIXES[:4]):
             continue

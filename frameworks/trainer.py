@@ -1,6 +1,7 @@
 """transformers.Trainer: TrainingArguments, as HfArgumentParser reads them."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -320,7 +321,7 @@ def option(name: str, value: Any, reader: SettingsReader) -> str:
     if name == "fsdp" and value is True:
         value = "full_shard"  # its parser takes a text only; fsdp_config has precedence
     if not dot:
-        return f"--{name} {text_of(value)}"
+        return f"--{name} {shlex.quote(text_of(value))}"
     present = {key.partition(".")[2]: old for key, old in reader.settings.items() if key.startswith(f"{argument}.")}
     return f"--{argument} '{json.dumps({**present, field: value})}'"
 

@@ -323,6 +323,16 @@ def test_a_torchtitan_file(folder):
         found.on(7)
 
 
+def test_fsdp_of_the_trainers_command_is_read_and_changed_as_its_parser_takes_it():
+    settings = '{"activation_checkpointing": true}'
+    found = read(
+        f"torchrun --nproc-per-node 8 run_clm.py --fsdp 'full_shard auto_wrap' --fsdp_config '{settings}'"
+    ).on()
+    assert found.config["checkpoint_ratio"] == 1 and not found.unread
+    (change,) = found.changes({**found.config, "zero": 2})
+    assert change.text == "--fsdp 'shard_grad_op auto_wrap'"
+
+
 def test_a_deepspeed_file_with_auto_takes_the_trainers_arguments(folder):
     (folder / "ds_config.json").write_text(json.dumps(AUTO))
     alone = read("ds_config.json")
