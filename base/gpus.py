@@ -99,50 +99,6 @@ def gpu_use(names: Sequence[str] = ()) -> list[GpuUse]:
         return []
 
 
-class GpuGauge:
-    """Reads clock and power of one of the GPUs that CUDA shows to this process. NVML stays open until the process
-    ends.
-
-    Args:
-        index: index of the GPU.
-    """
-
-    def __init__(self, index: int) -> None:
-        self._handle: Any = None
-        self._nvml: Any = None
-        if importlib.util.find_spec("pynvml") is None:
-            return
-        import pynvml
-
-        try:
-            pynvml.nvmlInit()
-            present = _present(pynvml, pynvml.nvmlDeviceGetCount())
-            chosen = _chosen(pynvml, present, os.environ.get(VARIABLE))
-        except pynvml.NVMLError:
-            return
-        if index < len(chosen):
-            # A MIG instance has the clock and power of its GPU.
-            self._nvml, self._handle = pynvml, chosen[index][2] or chosen[index][1]
-
-    def read(self) -> tuple[float | None, float | None]:
-        """Returns the clock of the multiprocessors, MHz, and the device's power draw, W; None for a reading that NVML does
-        not report.
-        """
-        if self._nvml is None:
-            return None, None
-        nvml = self._nvml
-        readings: list[float | None] = []
-        for query in (
-            lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
-            lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,  # NVML counts mW
-        ):
-            try:
-                readings.append(float(query()))
-            except nvml.NVMLError:
-                readings.append(None)
-        return readings[0], readings[1]
-
-
 def _use(nvml: Any, name: str, handle: Any) -> GpuUse:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

@@ -11,7 +11,7 @@ from ..knobs.lossy import LOSSY
 from ..knobs.text import value_text
 
 PLACED = re.compile(
-    r"(?P<file>.+?\.(?:ya?ml|json|toml|ini|cfg)(?:\.in|\.tmpl)?)(?::(?P<path>[^={}]+)=(?P<value>.*))?", re.DOTALL
+    r"(?P<file>.+?\.(?:ya?ml|json|toml)(?:\.in|\.tmpl)?)(?::(?P<path>[^={}]+)=(?P<value>.*))?", re.DOTALL
 )
 """Syntax of a file to be rendered: `FILE` or `FILE:PATH=VALUE`."""
 ACCEPTED: Mapping[str, Sequence[Any]] = {

@@ -49,10 +49,6 @@ class RankReport:
     """Peak memory until model and optimizer were built, which `peak_memory_mib` includes, MiB."""
     outside_mib: float | None = None
     """CUDA: device memory of the rank outside the allocator (context, libraries, NCCL), MiB. None on a CPU."""
-    clock_mhz: float | None = None
-    """CUDA: median clock of the multiprocessors during the measurement, MHz."""
-    power_w: float | None = None
-    """CUDA: median power draw of the device during the measurement, W."""
     allocation_retries: int = 0
     """CUDA: number of times the allocator flushed its cache during the steps; above 0 the trial ran close to OOM."""
 

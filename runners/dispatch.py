@@ -137,7 +137,7 @@ class DryRuns(Work):
         if request.reference is not None and not mismatch:
             notes.append(numerics_check.why_incomparable(probe, request.reference))
         if slowest.seconds_settle and not mismatch:
-            notes.append(_at_settled_clocks(slowest))
+            notes.append(f"measured after {slowest.seconds_settle:.0f} s for clocks to settle")
         load = numerics_check.expert_load([report.probe for report in reports])
         if load is not None and int(config.get("ep") or 1) > 1 and not mismatch:
             notes.append(f"the fullest expert has {load:.2f} times the mean of rows")
@@ -186,12 +186,6 @@ def _reports(outcome: Outcome) -> list[DryRunReport]:
     return [rank.report for rank in outcome.ranks if isinstance(rank.report, DryRunReport)]
 
 
-def _at_settled_clocks(report: DryRunReport) -> str:
-    clock = "" if report.clock_mhz is None else f" at {report.clock_mhz:,.0f} MHz"
-    power = "" if report.power_w is None else f" and {report.power_w:,.0f} W"
-    return f"measured{clock}{power} after {report.seconds_settle:.0f} s for clocks to settle"
-
-
 def peak_flops(device: Device, config: Mapping[str, Any]) -> float | None:
     """Returns the peak FLOP/s of a device in a configuration's number format; None if unknown, as for a CPU."""
     hardware = table_entry(device)
@@ -209,7 +203,5 @@ def _rank_report(outcome: RankOutcome) -> RankReport:
         peak_allocated_mib=report.peak_allocated_mib if report else None,
         build_memory_mib=report.build_memory_mib if report else None,
         outside_mib=report.outside_mib if report else None,
-        clock_mhz=report.clock_mhz if report else None,
-        power_w=report.power_w if report else None,
         allocation_retries=report.allocation_retries if report else 0,
     )

@@ -43,7 +43,6 @@ OF_A_COMMAND = (
     "direction",
     "samples",
     "require",
-    "shell",
     "no_observe",
 )
 """Fields of a command that are sent: all but `render`, which reads files of the user's machine."""

@@ -391,7 +391,7 @@ class Driver:
         )
         self.listener.on_wait("starting ranks")
         work = Trainings(self.program())
-        ray = {"kind": self._kind, "title": self.workload.name, "say": self.listener.on_wait}
+        ray = {"kind": self._kind, "say": self.listener.on_wait}
         with runner_on(request.runner, work, terms, address=request.ray_address, ray=ray) as runner:
             runner.wait_ready()
             self.listener.on_start(self.training_start())

@@ -97,7 +97,6 @@ class RunnerStart:
                 ray={
                     "driver": self._driver,
                     "kind": self.kind,
-                    "title": task.name,
                     "patience_s": self._request.budget.seconds,
                     "say": listener.on_wait if listener is not None else lambda stage: None,
                     "warn": self._warn,
@@ -209,7 +208,6 @@ def _kind_of_cluster(request: Request, driver: RayDriver, warn: Callable[[str], 
 def _placement(request: Request, device: Device, kind: DeviceKind | None) -> RaySetup:
     """Returns the placement of the trials of a model that is not resolved yet."""
     return RaySetup(
-        title=Path(str(request.target)).name if isinstance(request.target, (str, Path)) else request.target.name,
         devices=request.devices or device.count,
         cuda=device.type == "cuda",
         accelerator=None if kind is None else kind.accelerator,

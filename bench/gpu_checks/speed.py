@@ -115,8 +115,6 @@ def _trials(
             "predicted_mib": expected.peak_memory_mib,
             "build_mib": max((each.build_memory_mib or 0.0 for each in outcome.ranks), default=None),
             "outside_mib": max((each.outside_mib or 0.0 for each in outcome.ranks), default=None),
-            "clock_mhz": next((each.clock_mhz for each in outcome.ranks), None),
-            "power_w": next((each.power_w for each in outcome.ranks), None),
             "holds": outcome.ok,
         }
         if what in by_hand and outcome.ok:

@@ -31,8 +31,8 @@ class Command:
             knows that model.
         launcher: the trainer that it starts, if it is a known one. Knobs without a place in the command are passed as
             options of that trainer, and a short run is requested. One of `redline.frameworks.registry.LAUNCHERS`.
-        render: files that it reads, written into `{trial_dir}` for every trial: `FILE`, a YAML, JSON, TOML or INI file
-            with `{...}` in its values, or `FILE:PATH=VALUE`, such as `ds.json:zero_optimization.stage={zero}`.
+        render: files that it reads, written into `{trial_dir}` for every trial: `FILE`, a YAML, JSON or TOML file with `{...}` in
+            its values, or `FILE:PATH=VALUE`, such as `ds.json:zero_optimization.stage={zero}`.
         metric: metrics to read from its output: a regular expression with a named group, such as
             `speed: (?P<tokens_per_second>[\\d.]+)`, or a name in JSON lines or reported by
             `redline.report`; `METRIC=NAME` to rename it, such as `tokens_per_second=perf/tps`. The first one is the
@@ -42,7 +42,6 @@ class Command:
         samples: samples per step, such as `{micro_batch * grad_accum}`, if step times are reported; by default the
             product of the knobs `micro_batch`, `grad_accum` and `dp`.
         require: bounds on metrics, such as `p99_ms < 200`; a trial that breaks one is `wrong`.
-        shell: start it with `/bin/sh -c`; values in it are quoted.
         no_observe: do not observe its training from inside, which is done by a `sitecustomize` on its PYTHONPATH; its speed
             is then read from what it prints.
     """
@@ -72,7 +71,6 @@ class Command:
     require: Annotated[
         Sequence[str], Option("Bounds on metrics, such as 'p99_ms < 200', or a list.", many=True, in_file=True)
     ] = ()
-    shell: Annotated[bool, Option("Start it in a shell.", in_file=True)] = False
     no_observe: Annotated[
         bool, Option("Read only what it prints; observe nothing inside its processes.", in_file=True)
     ] = False

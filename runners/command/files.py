@@ -4,7 +4,6 @@ Files are edited as data, not as text. Texts that contain `{expression}` become 
 expression becomes a number or boolean. A value can also be put at a path: `ds.json:zero_optimization.stage={zero}`.
 """
 
-import configparser
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from ...base.errors import UsageError
 from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_named
 from ...base.writing import as_data
 from ...frameworks.launcher import PLACED
-from ...knobs.text import value_text
 from ...space.expression import Expression
 from .template import Template, is_expression
 
@@ -66,7 +64,7 @@ def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tup
         match = PLACED.fullmatch(option)
         if match is None:
             raise UsageError(
-                f"render must be FILE or FILE:PATH=VALUE with a YAML, JSON, TOML or INI file, such as "
+                f"render must be FILE or FILE:PATH=VALUE with a YAML, JSON or TOML file, such as "
                 f"ds.json:zero_optimization.stage={{zero}}, but got '{option}'"
             )
         path = Path(match["file"])
@@ -98,7 +96,7 @@ def _parsed(path: Path) -> Any:
         return _FORMATS[suffix][0](read_named(path, at_most=LARGEST_DOCUMENT))
     except OSError as error:
         raise UsageError(f"the file to render, {path}, cannot be read: {error.strerror or error}") from error
-    except (Malformed, ValueError, configparser.Error) as error:
+    except (Malformed, ValueError) as error:
         raise UsageError(f"the file to render, {path}, is not valid {suffix[1:].upper()}: {error}") from error
 
 
@@ -187,36 +185,9 @@ def _write_toml(document: Any) -> str:
     return tomli_w.dumps(document)
 
 
-def _ini() -> configparser.RawConfigParser:
-    # Raw: without interpolation, `%` and `$` keep their meaning for the program that reads the file.
-    parser = configparser.RawConfigParser(allow_no_value=True)
-    parser.optionxform = str  # type: ignore[assignment, method-assign]  # keys keep their case, as its documentation has it
-    return parser
-
-
-def _read_ini(data: bytes) -> Any:
-    parser = _ini()
-    parser.read_string(data.decode())
-    return {name: dict(section) for name, section in parser.items() if section or name != parser.default_section}
-
-
-def _write_ini(document: Any) -> str:
-    import io
-
-    parser = _ini()
-    parser.read_dict(
-        {name: {key: value_text(setting) for key, setting in section.items()} for name, section in document.items()}
-    )
-    stream = io.StringIO()
-    parser.write(stream)
-    return stream.getvalue()
-
-
 _FORMATS: Mapping[str, tuple[Callable[[bytes], Any], Callable[[Any], str]]] = {
     ".yaml": (parse_yaml, _write_yaml),
     ".yml": (parse_yaml, _write_yaml),
     ".json": (json.loads, _write_json),
     ".toml": (_read_toml, _write_toml),
-    ".ini": (_read_ini, _write_ini),
-    ".cfg": (_read_ini, _write_ini),
 }

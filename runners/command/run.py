@@ -27,7 +27,7 @@ from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
 from .observation import FOLDER, OBSERVER, Observation, ObservedTraining, Speed
 from .reading import Lines, Reported, StepNumbers, Suggestion, numbers_of, suggestion
-from .template import CommandLine, ShellLine
+from .template import CommandLine
 
 CHECK_S = 0.25
 """Interval between checks of memory and of reports, s."""
@@ -64,7 +64,7 @@ _ECHO = re.compile(
 class RunTerms:
     """The command of a trial, with the settings for reading its output."""
 
-    command: CommandLine | ShellLine
+    command: CommandLine
     environment: tuple[tuple[str, Any], ...]
     """Templates of environment variables."""
     files: tuple[TrialFile, ...]
@@ -182,11 +182,7 @@ class Run(Clock):
         Raises:
             OSError: it cannot be started.
         """
-        try:
-            self._start()
-        except OSError:
-            self.shortage.close()
-            raise
+        self._start()
         try:
             with selectors.DefaultSelector() as selector:
                 assert self.process.stdout is not None
@@ -198,7 +194,6 @@ class Run(Clock):
         finally:
             if self.process.poll() is None:  # after an error in this process
                 self.process.kill()
-            self.shortage.close()
         return timing
 
     def _start(self) -> None:
@@ -211,11 +206,8 @@ class Run(Clock):
             FILE: str(self.report),
             **{name: template.text(self.values) for name, template in terms.environment},
         }
-        if isinstance(terms.command, ShellLine):
-            words = ["/bin/sh", "-c", terms.command.text(self.values)]
-        else:
-            words = terms.command.texts(self.values)
-            environment |= {name: template.text(self.values) for name, template in terms.command.environment}
+        words = terms.command.texts(self.values)
+        environment |= {name: template.text(self.values) for name, template in terms.command.environment}
         if terms.observe:
             path = [str(OBSERVER), environment.get("PYTHONPATH", "")]
             environment |= {FOLDER: str(self.observation.folder), "PYTHONPATH": os.pathsep.join(filter(None, path))}

@@ -189,9 +189,7 @@ class CommandLine:
         words = _split(command) if isinstance(command, str) else [(word, False) for word in command]
         environment = []
         if syntax := next((word for word, bare in words if bare and _SHELL.fullmatch(word)), None):
-            raise UsageError(
-                f"the command: '{syntax}' is shell syntax; write `shell: true` into --command-file, or quote it"
-            )
+            raise UsageError(f"the command: '{syntax}' is shell syntax; quote it, or start a shell: sh -c '...'")
         if isinstance(command, str):
             # As in a shell, `NAME=value` in front of a command sets a variable.
             while words and (match := _ASSIGNMENT.match(words[0][0])):
@@ -237,63 +235,6 @@ class CommandLine:
             elif text or not word.optional:
                 texts.append(text)
         return texts
-
-
-@dataclass(frozen=True)
-class ShellLine:
-    """A command for a shell, in which values are quoted."""
-
-    template: Template
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The knobs and names of `PLACEHOLDERS` that it uses."""
-        return self.template.names
-
-    @property
-    def divisions(self) -> tuple[Expression, ...]:
-        """Its expressions that may have no value."""
-        return self.template.divisions
-
-    def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
-        """Returns the command for a shell, with environment variables in front."""
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables), self.text(values)])
-
-    def text(self, values: Mapping[str, Any]) -> str:
-        """Returns the text for the shell."""
-
-        pieces = self.template.pieces
-
-        def quoted(index: int, piece: _Piece) -> str:
-            value = value_text(piece.evaluate(values))
-            preceding = pieces[index - 1] if index else ""
-            following = pieces[index + 1] if index + 1 < len(pieces) else ""
-            # Only where it is a word of its own may a choice be several options; beside other text it is one word.
-            separate = (
-                isinstance(preceding, str)
-                and isinstance(following, str)
-                and f"{preceding[-1:]}{following[:1]}".strip() == ""
-            )
-            if separate and isinstance(piece, _Choice) and _is_options(piece, values):
-                return shlex.join(shlex.split(value))
-            return shlex.quote(value) if value else ""
-
-        return "".join(piece if isinstance(piece, str) else quoted(index, piece) for index, piece in enumerate(pieces))
-
-
-def read_command(
-    command: str | Sequence[str], knobs: Mapping[str, Expression], *, shell: bool
-) -> CommandLine | ShellLine:
-    """Parses a command, for a shell if requested.
-
-    Raises:
-        UsageError: it is empty, cannot be split into words, or an expression is invalid.
-    """
-    if not shell:
-        return CommandLine.read(command, knobs)
-    if not isinstance(command, str):
-        raise UsageError("a command for a shell must be one text, not a list of words")
-    return ShellLine(Template.read(command, knobs, "the command"))
 
 
 def is_expression(text: str, knobs: Mapping[str, Expression]) -> bool:

@@ -27,11 +27,11 @@ from ..trial.function import reported_measurement
 from ..trial.job import Job, Outcome, RankOutcome
 from .command import HIDDEN, Command
 from .comparison import EXACT, RequestedTraining, TrainingComparison
-from .files import read_files
+from .files import TrialFile, read_files
 from .objective import PREFERRED, Requirement, smaller_is_better
 from .reading import lines_for
 from .run import RunTerms
-from .template import CommandLine, ShellLine, Template, read_command
+from .template import CommandLine, Template
 from .trial import CommandReport, CommandTrial
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ class Commands(Work):
             if command_knobs is not None:
                 self._command_knobs = {**{name: values[0] for name, values in launcher.knobs.items()}, **command_knobs}
             self.notes = tuple(filter(None, [launcher.short_note(self.requested)]))
-        self._line = read_command(command.command, knobs, shell=command.shell)
-        self._as_is = read_command(as_is.command, knobs, shell=command.shell)
+        self._line = CommandLine.read(command.command, knobs)
+        self._as_is = CommandLine.read(as_is.command, knobs)
         """The user's command without options for knobs, with those that shorten its run."""
-        self._unshortened = read_command(unshortened.command, knobs, shell=command.shell)
+        self._unshortened = CommandLine.read(unshortened.command, knobs)
         """The command with options for knobs, without those that shorten its run."""
         self._environment = tuple(_variable(variable, knobs) for variable in command.env)
         self._files = read_files(command.render, knobs)
@@ -120,7 +120,7 @@ class Commands(Work):
         self._comparison = TrainingComparison()
         self._remeasured: Counter[str] = Counter()
         """Re-measurements so far, by the name of their log."""
-        templates = (
+        templates: tuple[CommandLine | TrialFile | Template, ...] = (
             self._line,
             *(value for _, value in self._environment),
             *self._files,
@@ -175,7 +175,7 @@ class Commands(Work):
         Raises:
             UsageError: one does not exist.
         """
-        if isinstance(self._line, ShellLine) or self._line.words[0].names:
+        if self._line.words[0].names:
             return
         program = self._line.words[0].text(self.trial_values(0, Path()))
         if shutil.which(program) is None:
@@ -186,7 +186,6 @@ class Commands(Work):
 
     def _script(self, program: str) -> str | None:
         """Returns the script that an interpreter or torchrun is started with; None if there is none or it varies."""
-        assert isinstance(self._line, CommandLine)
         if not _INTERPRETER.fullmatch(program):
             return None
         for word in self._line.words[1:]:
@@ -223,7 +222,7 @@ class Commands(Work):
         values = self.values(config, number, folder)
         return self._shown(self._line_of(values), values)
 
-    def _line_of(self, values: Mapping[str, Any]) -> CommandLine | ShellLine:
+    def _line_of(self, values: Mapping[str, Any]) -> CommandLine:
         """Returns the command of a trial: the user's own, if all knobs that would be options have the command's values."""
         if not self._added or self.requested.render:
             return self._line
@@ -256,7 +255,7 @@ class Commands(Work):
         for file in self._files:
             file.write(folder, self.values(config, number, folder))
 
-    def _shown(self, line: CommandLine | ShellLine, values: Mapping[str, Any]) -> str:
+    def _shown(self, line: CommandLine, values: Mapping[str, Any]) -> str:
         hides = self.requested.hides_env
         variables = [(name, HIDDEN if hides else template.text(values)) for name, template in self._environment]
         return line.shown(values, variables)

@@ -274,12 +274,14 @@ class Caller:
                 raise ValueError(f"a message of the unknown kind {kind!r}")
             self._changed.notify_all()
 
-    def _error(self, kind: str, message: str, trace: str) -> Exception:
+    def _error(self, kind: str, message: str, trace: str, notes: tuple[str, ...]) -> Exception:
         """Returns the error that the peer raised."""
         error_type: Any = getattr(errors, kind, None)
         is_redline_error = isinstance(error_type, type) and issubclass(error_type, RedlineError)
         error: Exception = error_type(message) if is_redline_error else RemoteError(f"{kind}: {message}\n{trace}")
         error.__cause__ = RemoteTraceback(trace)
+        for note in notes:
+            error.add_note(note)
         return error
 
     def _lose(self, error: Exception) -> None:
@@ -336,7 +338,7 @@ class Received:
         kind = next(kinds, type(error).__name__)
         trace = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
-            self.channel.send(FAILED, self.number, kind, str(error), trace)
+            self.channel.send(FAILED, self.number, kind, str(error), trace, tuple(getattr(error, "__notes__", ())))
 
     def reply(self, function: "Callable[[Received], Any]") -> None:
         """Replies with the result of a function of this call, or with the exception that it raises."""

@@ -82,7 +82,6 @@ class Supervisor:
                 finally:
                     self._end(log)
         finally:
-            self._shortage.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _wait_for_gpus(self, log: LogFile) -> None:
@@ -114,7 +113,6 @@ class Supervisor:
             if pid == 0:
                 die_with_parent(supervisor_pid)
                 offer_to_oom_killer()
-                self._shortage.close()
                 os.dup2(stdout, 1)
                 os.dup2(stdout, 2)
                 # Descriptors of the supervisor: a copy in this rank would hide that the other end was closed.

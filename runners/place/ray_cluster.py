@@ -1,14 +1,11 @@
 """The devices of a Ray cluster: their kinds, the hosts of trials on them, and the wait for devices that are taken."""
 
 import contextlib
-import getpass
 import queue
-import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from textwrap import shorten
 from typing import Any, TypeVar
 
 from ...base.device import Device
@@ -41,10 +38,6 @@ SAID_S = 5.0
 """Time until the user is told what a trial waits for, s."""
 ANSWER_S = 15.0
 """Time for the hosts of a trial to answer, s."""
-LONGEST_COMMAND = 60
-"""Number of characters of another job's command that are shown."""
-GROUP = "redline"
-"""First word of the names of placement groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +56,6 @@ class DeviceKind:
 class RaySetup:
     """The trials to place."""
 
-    title: str
-    """Names the work to other users of the cluster."""
     devices: int
     """Devices of a trial."""
     cuda: bool
@@ -319,14 +310,12 @@ class Cluster:
         from ray.util.placement_group import placement_group
 
         layout = self.layout
-        owner = f"{GROUP} {self._setup.title} of {getpass.getuser()}@{socket.gethostname()}"
         requested = [
             placement_group(
                 [dict(layout.bundle) for _ in range(layout.hosts)],
                 strategy="STRICT_PACK" if layout.hosts == 1 else "STRICT_SPREAD",
-                name=f"{owner} #{number}",
             )
-            for number in range(slots)
+            for _ in range(slots)
         ]
         self._placement_groups = list(requested)  # `close` removes them if the wait ends with an error
         begin, placed = time.monotonic(), list[Any]()
@@ -350,7 +339,7 @@ class Cluster:
             self._free.put(slot)
 
     def _waits_for(self, waited_s: float) -> str:
-        """Returns what a trial waits for and who uses it.
+        """Returns what a trial waits for.
 
         Raises:
             NoRoom: it has waited for long enough.
@@ -381,9 +370,7 @@ class Cluster:
                 )
         else:
             self._free_since = None
-        users = _users({group.id.hex() for group in self._placement_groups})
-        used_by = f"; used by {', '.join(users)}" if users else ""
-        waiting = f"waiting for {devices} {kind}: {sum(capacities):g} of {total:g} are free{used_by}"
+        waiting = f"waiting for {devices} {kind}: {sum(capacities):g} of {total:g} are free"
         patience_s = self._setup.patience_s
         if patience_s is not None and waited_s > patience_s:
             raise NoRoom(
@@ -526,26 +513,6 @@ class Cluster:
             hosts.close()
         for group in self._placement_groups:
             self._remove(group)
-
-
-def _users(own_groups: Collection[str]) -> list[str]:
-    """Returns who uses the cluster besides this process: redline's searches and trainings by name, other jobs by their
-    command.
-
-    Args:
-        own_groups: ids of this process's placement groups.
-    """
-    import ray
-    from ray._private import state
-    from ray.util.placement_group import placement_group_table
-
-    groups = [group for key, group in placement_group_table().items() if key not in own_groups]
-    placed = [group["name"] for group in groups if group["state"] == "CREATED"]
-    searches = {name.rpartition(" #")[0]: None for name in placed if name.startswith(f"{GROUP} ")}
-    own = ray.get_runtime_context().get_job_id()
-    commands = [job["Entrypoint"] for job in state.jobs() if not job["IsDead"] and job["JobID"] != own]
-    others = {f"`{shorten(command, LONGEST_COMMAND)}`": None for command in commands if ".ray_driver" not in command}
-    return [*searches, *others]
 
 
 def _first_line(error: BaseException) -> str:

@@ -45,7 +45,6 @@ class RayRunner(DryRunner):
         address: a Ray cluster to join; by default that of this process, `RAY_ADDRESS`, or a Ray started for this run.
         driver: the process that uses Ray, if it was started beforehand, perhaps with trials placed; this runner closes it.
         kind: the devices of a cluster with several kinds of them; None for any.
-        title: names the trials to other users of the cluster.
         patience_s: longest wait for devices that others use, s; None for no limit.
         say: receives what trials wait for.
         warn: receives a sentence about the number of trials at once.
@@ -66,7 +65,6 @@ class RayRunner(DryRunner):
         address: str | None = None,
         driver: "RayDriver | None" = None,
         kind: DeviceKind | None = None,
-        title: str = "",
         patience_s: float | None = None,
         say: Callable[[str], None] = lambda text: None,
         warn: Callable[[str], None] = lambda text: None,
@@ -74,7 +72,6 @@ class RayRunner(DryRunner):
         super().__init__(what, terms)
         self._address, self._say, self._warn = address, say, warn
         self._setup = RaySetup(
-            title=title,
             devices=terms.devices,
             cuda=terms.device.type == "cuda",
             accelerator=None if kind is None else kind.accelerator,

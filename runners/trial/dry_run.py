@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...models import Workload
 from ...space import Config
@@ -12,10 +12,7 @@ from ...training.first_step import StepPart, first_step
 from ...training.probe import ProbePart, take
 from .compiling import Compilation
 from .rank import RankContext
-from .timing import Clock, CudaClock, GpuWatch, HostClock, TimingPlan, measure
-
-if TYPE_CHECKING:
-    pass
+from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +57,6 @@ class DryRunReport:
     """CUDA: device memory used outside the allocator, MiB."""
     seconds_settle: float = 0.0
     """Time until the device's clocks had settled, part of the warm-up, s."""
-    clock_mhz: float | None = None
-    """CUDA: clock of the multiprocessors while measured, MHz."""
-    power_w: float | None = None
-    """CUDA: power of the device while measured, W."""
     note: str | None = None
     """Why the measurement was cut short; None if it was not."""
     dropped: tuple[int, int] | None = None
@@ -125,10 +118,9 @@ class DryRun:
         steps = _Steps(training)
         context.phase("first steps")
         clock: Clock = CudaClock() if context.device_type == "cuda" else HostClock()
-        gpu = GpuWatch(context.local_rank) if context.device_type == "cuda" else None
         agree, mean = _agreement(context.world_size)
         timing = measure(
-            steps if gpu is None else gpu.sampling(steps),
+            steps,
             clock,
             self.plan,
             best_step_ms=self._best_step_ms(training),
@@ -136,7 +128,6 @@ class DryRun:
             mean=mean,
             compiled=lambda: compilation.seconds,
             settled=compilation.settled,
-            measuring=gpu.restart if gpu is not None else lambda: None,
         )
         return DryRunReport(
             step_ms=timing.step_ms,
@@ -154,8 +145,6 @@ class DryRun:
             seconds_warmup=timing.seconds_warmup,
             seconds_measure=timing.seconds_measure,
             seconds_settle=timing.seconds_settle,
-            clock_mhz=gpu.clock_mhz if gpu is not None else None,
-            power_w=gpu.power_w if gpu is not None else None,
             peak_memory_mib=context.memory.peak_mib(),
             build_memory_mib=build_memory_mib,
             peak_allocated_mib=context.memory.peak_allocated_mib(),

@@ -11,11 +11,9 @@ empty in many containers. So used memory is compared: a GPU is free again when n
 trial.
 
 SIGKILL alone does not show that memory was short: the kernel's out-of-memory killer sends it, and so do people, batch
-systems and deadlines. The evidence is the kernel's own count and log, and the memory that was left.
+systems and deadlines. The evidence is the kernel's own count, and the memory that was left.
 """
 
-import errno
-import os
 import re
 import resource
 import time
@@ -297,8 +295,6 @@ NEAR = 0.9
 """Used share of memory from which it counts as short; earlyoom and systemd-oomd kill from there on."""
 SAMPLE_S = 0.5
 """Interval between samples of memory during a trial, s. A sample takes some tens of microseconds."""
-_KILLED = re.compile(r"[^;]*Killed process (?P<pid>\d+) \([^)]*\)")
-"""The kernel's message about a process that it killed (`__oom_kill_process` in mm/oom_kill.c)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,56 +305,16 @@ class _ProcessMemory:
     anonymous: float
 
 
-class KernelLog:
-    """The kernel's log since this object was created (`man 4 kmsg`); empty if it cannot be read."""
-
-    def __init__(self, path: str | os.PathLike[str] = "/dev/kmsg") -> None:
-        self._lines: list[str] = []
-        try:
-            self._file: int | None = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._file, 0, os.SEEK_END)
-        except OSError:
-            self._file = None
-
-    def killed(self, pid: int) -> str | None:
-        """Returns the line in which the out-of-memory killer names this process; None if there is none."""
-        while self._file is not None:
-            try:
-                record = os.read(self._file, 8192)
-            except OSError as error:
-                if error.errno == errno.EPIPE:  # records were overwritten before they were read
-                    continue
-                record = b""
-            if not record:
-                break
-            self._lines += record.decode(errors="replace").splitlines()
-        for line in self._lines:
-            match = _KILLED.search(line)
-            if match and int(match["pid"]) == pid:
-                return match[0]
-        return None
-
-    def close(self) -> None:
-        """Closes the log."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
 class Shortage:
     """Samples the memory of one trial's ranks on this host, to explain kills. Must be created before they start.
 
     Args:
         limit_mib: host memory limit of a rank, MiB; None for none.
-        log: the kernel's log.
         proc: this process's folder in /proc, for its control groups.
     """
 
-    def __init__(
-        self, limit_mib: float | None = None, *, log: KernelLog | None = None, proc: Path = Path("/proc/self")
-    ) -> None:
+    def __init__(self, limit_mib: float | None = None, *, proc: Path = Path("/proc/self")) -> None:
         self._limit_mib = limit_mib
-        self._log = log or KernelLog()
         self._groups = memory_groups(proc)
         self._total_mib = total_memory_mib(self._groups)
         self._free_mib = free_memory_mib(self._groups)
@@ -382,8 +338,6 @@ class Shortage:
             pid: the process, which has ended.
             peak_resident_mib: its peak resident set, as reported by the kernel at its end, MiB.
         """
-        if line := self._log.killed(pid):
-            return f"the kernel's log has '{line}'"
         kills, initial = self._kills(), self._initial_kills
         if kills is not None and initial is not None and kills[0] > initial[0]:
             return f"oom_kill of {kills[1]} rose from {initial[0]} to {kills[0]}"
@@ -398,10 +352,6 @@ class Shortage:
         if free_mib <= (1 - NEAR) * self._total_mib:
             return f"{free_mib:,.0f} of {self._total_mib:,.0f} MiB of host memory were left"
         return None
-
-    def close(self) -> None:
-        """Closes the kernel's log."""
-        self._log.close()
 
     def _kills(self) -> tuple[int, str] | None:
         """Returns the kernel's count of out-of-memory kills and its scope: the control group if it counts them, else

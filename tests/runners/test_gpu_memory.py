@@ -11,12 +11,11 @@ from redline.base import gpus
 from redline.base.device import Device
 from redline.base.gpus import GpuUse, gpu_use
 from redline.estimator import Estimator, TrainingSetup
-from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
+from redline.runners.dispatch import SETTLE_S, DryRuns
 from redline.runners.runner import TrialRequest, TrialTerms
 from redline.runners.trial import memory
 from redline.runners.trial.memory import MIB, CudaMemoryMeter, GpuMemory, wait_for_room
 from redline.runners.trial.rank import RankContext
-from redline.runners.trial.timing import GpuWatch
 from redline.space import Config
 from redline.tuner import rank_memory
 
@@ -164,38 +163,6 @@ def test_a_rank_reports_what_it_takes_beside_the_allocator_s_memory(monkeypatch)
     assert context.outside_mib() == 1000
 
 
-def test_clock_and_power_are_read_beside_the_steps_that_count(nvml, monkeypatch):
-    nvml(100, 200)
-    readings = iter([(1980, 300_000), (1755, 690_000), (1740, 700_000), (1755, 695_000)])
-    now = [0.0, 0.0]
-
-    def clock(handle, kind):
-        assert (handle, kind) == ("second", pynvml.NVML_CLOCK_SM)
-        now[:] = next(readings)
-        return now[0]
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", clock)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: now[1])
-    watch = GpuWatch(1, every_s=0.0)
-    steps = []
-    step = watch.sampling(lambda: steps.append(1))
-    step()
-    assert (watch.clock_mhz, watch.power_w) == (1980, 300)
-    watch.restart()
-    for _ in range(3):
-        step()
-    assert (watch.clock_mhz, watch.power_w) == (1755, 695) and len(steps) == 4
-
-    def no_power(handle):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", no_power)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda handle, kind: 1500)
-    watch.restart()
-    step()
-    assert (watch.clock_mhz, watch.power_w) == (1500, None)
-
-
 def test_likely_winners_are_measured_at_settled_clocks():
     workload = redline.workload("gpt2-tiny")
     plans = {}
@@ -205,5 +172,3 @@ def test_likely_winners_are_measured_at_settled_clocks():
             job = DryRuns(workload).job(asked, TrialTerms(device=device))
             plans[device.type, sustained] = cloudpickle.loads(job.program).plan.settle_seconds
     assert plans == {("cuda", True): SETTLE_S, ("cuda", False): 0, ("cpu", True): 0, ("cpu", False): 0}
-    report = SimpleNamespace(clock_mhz=1755.0, power_w=690.0, seconds_settle=11.6)
-    assert _at_settled_clocks(report) == "measured at 1,755 MHz and 690 W after 12 s for clocks to settle"

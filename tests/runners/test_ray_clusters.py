@@ -157,14 +157,14 @@ def test_a_kind_that_is_named_is_kept_by_a_resume_and_has_fewer_devices(two_kind
     assert f"ERROR UsageError device_kind must name one of 2 x {H100}, 1 x {A100}, but got 'v100'" in output
 
 
-def test_a_second_search_waits_for_the_devices_of_the_first_and_says_for_whom(one_core):
+def test_a_second_search_waits_for_the_devices_of_the_first(one_core):
     first = searching("search(lambda config: time.sleep(20) or 1.0, trials=1)", one_core)
     while not _uses(one_core):
         assert first.poll() is None, first.communicate()
     second = search("search(where, time='60s', trials=1)", one_core)
     output, errors = first.communicate(timeout=120)
     assert "TRIAL 1 ok" in output, errors
-    assert "WAIT waiting for 1 CPU: 0 of 1 are free; used by redline <lambda> of" in second
+    assert "WAIT waiting for 1 CPU: 0 of 1 are free" in second
     assert "TRIAL 1 ok" in second
     # The wait does not count as time of the search.
     excluded_s = float(second.partition("EXCLUDED ")[2].split()[0])
@@ -204,7 +204,7 @@ def test_no_room_too_few_devices_and_a_broken_cluster_are_three_different_ends(o
     with held(one_core, "CPU", 1):
         taken = command_line(one_core, "--time", "6s", "--out", str(tmp_path / "taken"))
     assert taken.returncode == 4, taken.stdout + taken.stderr
-    assert "no room on the Ray cluster within 6 s: waiting for 1 CPU: 0 of 1 are free; used by `" in taken.stderr
+    assert "no room on the Ray cluster within 6 s: waiting for 1 CPU: 0 of 1 are free" in taken.stderr
     few = command_line(one_core, "--concurrency", "2", "--out", str(tmp_path / "few"))
     assert few.returncode == 2 and "2 trials at once need 2 CPUs, but the Ray cluster has 1" in few.stderr
     broken = command_line("127.0.0.1:1", "--out", str(tmp_path / "broken"))

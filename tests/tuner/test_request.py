@@ -82,7 +82,6 @@ def _one_knob():
         {"command": "train {tp} {micro_batch}", "env": ("STEPS={1 + 32 // micro_batch}",)},
         {"command": "train {micro_batch > 0}", "render": ("ds.json:steps={32 / micro_batch}",)},
         {"command": "train {micro_batch}", "samples": "{32 % micro_batch}"},
-        {"command": "train {32 // micro_batch}", "shell": True},
     ],
 )
 def test_a_configuration_for_which_an_expression_of_the_command_has_no_value_is_left_out(fields, tmp_path, monkeypatch):
