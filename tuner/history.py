@@ -1,9 +1,8 @@
-"""The trial that others must reproduce, and the trials of earlier runs."""
+"""The trial that others must reproduce, and the fastest configurations of earlier runs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from ..base.errors import StudyError, UsageError
 from ..results import Trial, View
@@ -11,48 +10,35 @@ from ..results.measurement import REFINEMENT
 from ..runners import Reference
 from ..space import Config
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EarlierRun:
-    """A run to learn from."""
-
-    name: str
-    """Its folder, for messages."""
-    trials: Sequence[Trial]
-    """Its finished trials."""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    """Its request, as in run.yaml."""
+LEADERS = 3
+"""Number of configurations of earlier runs that are tried first."""
 
 
-def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> list[EarlierRun]:
-    """Reads the finished trials of earlier runs, and their requests.
+def leaders_of(folders: Sequence[str | Path], own: str | Path | None = None) -> tuple[Config, ...]:
+    """Returns `LEADERS` configurations of earlier runs: the fastest of each, then the second of each, and so on.
 
     Args:
         folders: folders of the runs.
-        own: folder of the run that learns from them.
+        own: folder of the run that begins with them.
 
     Raises:
-        UsageError: a folder contains no run, or no request, or is given twice, or is this run's own.
+        UsageError: a folder contains no run, or one without a successful trial, or is this run's own.
     """
-    runs: list[EarlierRun] = []
-    places: set[Path] = set()
+    ranked: list[list[Config]] = []
     for folder in folders:
-        place = Path(folder).resolve()
-        if own is not None and place == Path(own).resolve():
+        if own is not None and Path(folder).resolve() == Path(own).resolve():
             raise UsageError(f"warm start: {folder} is this run's own folder; resume continues it")
-        if place in places:
-            raise UsageError(f"warm start: {folder} is given twice; its trials count once")
-        places.add(place)
         try:
-            view = View(folder, Config)
+            trials = View(folder, Config).trials()
         except StudyError as error:
             raise UsageError(f"warm start: {error}") from error
-        if view.document is None:
-            raise UsageError(f"warm start: {folder} has no run.yaml, so the request of its run is unknown")
         # A refined configuration names single blocks and is outside every space.
-        trials = [trial for trial in view.trials() if not trial.pending and trial.sampler != REFINEMENT]
-        runs.append(EarlierRun(name=str(folder), trials=trials, asked=view.document["asked"]))
-    return runs
+        succeeded = [trial for trial in trials if trial.ok and trial.sampler != REFINEMENT]
+        if not succeeded:
+            raise UsageError(f"warm start: no trial of {folder} succeeded")
+        ranked.append([trial.config for trial in sorted(succeeded, key=lambda trial: -trial.throughput)])
+    in_turns = dict.fromkeys(config for rank in zip_longest(*ranked) for config in rank if config is not None)
+    return tuple(in_turns)[:LEADERS]
 
 
 def reference(trials: Sequence[Trial], number: int) -> Reference | None:

@@ -1,7 +1,7 @@
 """Builds the setup of a search: task, runner, memory, estimate, first trial, sampler."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from ..base.host_memory import memory_groups
 from ..base.option import option
 from ..estimator.hardware import find_hardware
 from ..estimator.measuring import hardware_of
-from ..knobs.text import config_text
+from ..knobs.text import config_text, value_text
 from ..results import RunFolder
 from ..runners import Runner
 from ..space import Config
@@ -28,7 +28,6 @@ from .runner_start import RunnerStart, make_work
 from .samplers import Sampler, make_sampler
 from .samplers.bayes import BayesSampler, Judge
 from .samplers.posterior import SurrogatePrior
-from .warm_start import Transferred, WarmStart, take
 
 if TYPE_CHECKING:
     from ..estimator import Estimator
@@ -82,7 +81,6 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         device=start.device,
     )
     document = asked_of(request, task)
-    transferred = [take(run, task.space, document, task.own.unit if task.own else "") for run in request.earlier_runs]
     check(request, task, document)
     work = make_work(request, task)
     resumed = RunFolder.asked(request.out) if request.resume and request.out is not None else {}
@@ -97,10 +95,18 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         )
     start.begin(task, work, limit_mib)
     estimator = _estimator(request, task, start, limit_mib, warn)
-    prior = _prior(request, task, estimator, transferred, warn)
+    prior = _prior(request, task, estimator, warn)
     initial = first_trial(task.space, prior if task.workload is not None else None, HEADROOM)
     begin_with, notes = _begin_with(request, task)
-    surrogate_prior = _surrogate_prior(request, task, prior, transferred, warn)
+    surrogate_prior = SurrogatePrior(
+        task.space,
+        seed=request.seed,
+        prior=prior,
+        warn=warn,
+        headroom=HEADROOM,
+        # A command may count samples or steps where the estimate counts tokens.
+        relative=task.command is not None,
+    )
     decided = {"rank_memory_mib": limit_mib, "first_trial": initial.note or None}
     return SearchSetup(
         request=request,
@@ -112,32 +118,32 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         initial=initial,
         begin_with=begin_with,
         notes=notes,
-        sampler=_sampler(
-            request, task, surrogate_prior, warn, has_prior=request.prior is not None or bool(transferred)
-        ),
+        sampler=_sampler(request, task, surrogate_prior, warn),
         judge=Judge(surrogate_prior),
     )
 
 
-def _sampler(
-    request: Request, task: Task, prior: SurrogatePrior, warn: Callable[[str], None], *, has_prior: bool
-) -> Sampler:
-    """Returns the requested sampler; `has_prior` if the user gave what only one of them uses."""
+def _sampler(request: Request, task: Task, prior: SurrogatePrior, warn: Callable[[str], None]) -> Sampler:
+    """Returns the requested sampler."""
     if request.sampler == BayesSampler.name:
         return BayesSampler(task.space, seed=request.seed, surrogate_prior=prior)
-    if has_prior:
-        warn(f"the sampler '{request.sampler}' does not use a prior or a warm start; '{BayesSampler.name}' does")
+    if request.prior is not None:
+        warn(f"the sampler '{request.sampler}' does not use a prior; '{BayesSampler.name}' does")
     return make_sampler(request.sampler, task.space, seed=request.seed)
 
 
 def _begin_with(request: Request, task: Task) -> tuple[tuple[Config, ...], tuple[str, ...]]:
-    """Returns the configurations of `begin_with` that are valid here, and a note for each of the others."""
+    """Returns the configurations of `begin_with` and `warm_start` that are valid here, and a note for each of the others."""
     from ..estimator.survey import checked_config
 
     valid, notes = dict[Config, None](), []
-    for config in request.begin_with:
+    for config in (*request.begin_with, *request.earlier_leaders):
         try:
-            valid[checked_config(task.space, config)] = None
+            candidate = checked_config(task.space, config)
+            for knob in task.space.free:
+                if knob.name in candidate and candidate[knob.name] not in knob.values:
+                    raise SpaceError(f"{knob.name}={value_text(candidate[knob.name])} is not in the space")
+            valid[candidate] = None
         except SpaceError as error:
             invalid_text = config_text(config)
             notes.append(
@@ -181,7 +187,6 @@ def _prior(
     request: Request,
     task: Task,
     estimator: "Estimator | None",
-    transferred: Sequence[Transferred],
     warn: Callable[[str], None],
 ) -> Any:
     """Returns the prior of throughput and memory: the given one, the estimator, or a default by the names of the knobs."""
@@ -191,29 +196,6 @@ def _prior(
         if request.listener is not None:
             request.listener.on_wait("predicting")
         return usable(estimator, task.space, warn)
-    if task.workload is None and not transferred and request.sampler == BayesSampler.name:
+    if task.workload is None and request.sampler == BayesSampler.name:
         return default_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))
     return None
-
-
-def _surrogate_prior(
-    request: Request,
-    task: Task,
-    prior: Any,
-    transferred: Sequence[Transferred],
-    warn: Callable[[str], None],
-) -> SurrogatePrior:
-    """Returns the prior of the surrogate, with the trials of earlier runs if there are any."""
-    if transferred:
-        for run in transferred:
-            warn(run.summary)
-        prior = WarmStart(task.space, transferred, prior, warn)
-    return SurrogatePrior(
-        task.space,
-        seed=request.seed,
-        prior=prior,
-        warn=warn,
-        headroom=HEADROOM,
-        # A command may count samples or steps where the estimate counts tokens.
-        relative=task.command is not None,
-    )

@@ -11,7 +11,7 @@ import yaml
 from damage import ASKED, KNOBS, copied, make_run
 from redline.base.errors import RedlineError, StudyError
 from redline.results import RunFolder, View
-from redline.tuner.history import read_runs
+from redline.tuner.history import leaders_of
 from redline.views.report import RunFiles
 
 
@@ -40,7 +40,7 @@ def test_no_database_that_a_run_names_is_opened_or_made(whole, tmp_path, there):
         sqlite3.connect(database).execute("create table mine (a)").connection.close()
     before = database.read_bytes() if there else None
     RunFiles.read(run)
-    for read in (View, lambda folder: read_runs([folder])):
+    for read in (View, lambda folder: leaders_of([folder])):
         with pytest.raises(RedlineError, match="only if you name it with `storage`"):
             read(run)
     assert (database.read_bytes() if database.exists() else None) == before

@@ -1,7 +1,9 @@
-"""The trial that others must reproduce."""
+"""The trial that others must reproduce, and searches that begin with the fastest configurations of earlier ones."""
 
 import threading
 
+import pytest
+import redline as rl
 from probes import BF16, FP32, probe
 from redline.results import Measurement, RunFolder, Status, Trial
 from redline.runners import Runner
@@ -63,3 +65,35 @@ def test_a_trial_that_began_beside_the_default_is_compared_when_it_ends(tmp_path
         trials = made.trials()
     assert [trial.measured.status for trial in trials] == [Status.OK, Status.WRONG, Status.OK]
     assert "the logits" in trials[1].measured.reason
+
+
+def speed(config):
+    if config["x"] == 9:
+        raise rl.OutOfMemory("too large")
+    return float(config["x"])
+
+
+def run_of(folder, values, fn=speed, **options):
+    space = Space()
+    space.choice("x", values)
+    return rl.tune(fn, space, sampler="grid", isolate=False, out=folder, **options)
+
+
+def test_a_search_begins_with_the_fastest_configurations_of_earlier_ones_in_turns(tmp_path):
+    run_of(tmp_path / "a", [1, 2, 3, 4, 9])
+    run_of(tmp_path / "b", [6, 7])
+    result = run_of(tmp_path / "c", list(range(1, 8)), warm_start=[tmp_path / "a", tmp_path / "b"])
+    assert [trial.config["x"] for trial in result.all_trials][:4] == [1, 4, 7, 3]
+    narrow = run_of(tmp_path / "d", [1, 2, 3], warm_start=str(tmp_path / "a"))
+    assert narrow.all_trials[1].config["x"] == 3
+    assert any(note.startswith("not tried, because it is not valid here: x=4") for note in narrow.notes)
+
+
+def test_a_run_without_anything_to_begin_with_is_refused(tmp_path):
+    def fails(config):
+        raise rl.OutOfMemory("too large")
+
+    run_of(tmp_path / "a", [1, 2], fails)
+    for folder, reason in (("a", "no trial of .* succeeded"), ("b", "is this run's own folder"), ("none", "none")):
+        with pytest.raises(rl.UsageError, match=f"warm start: .*{reason}"):
+            run_of(tmp_path / "b", [1, 2], warm_start=tmp_path / folder)

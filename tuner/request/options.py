@@ -18,8 +18,9 @@ from ...results import RunFolder
 from ...runners import Runner
 from ...runners.command.command import Command
 from ...runners.registry import RUNNERS
+from ...space import Config
 from ..budget import Budget, parse_duration, parse_memory
-from ..history import EarlierRun, read_runs
+from ..history import leaders_of
 from ..listener import SearchListener
 from ..samplers import sampler_names
 from ..trackers import TRACKERS, check_trackers
@@ -56,7 +57,7 @@ class SearchRequest:
         begin_with: configurations tried right after the default one, such as those of a plan of `redline estimate`.
             Missing knobs get the valid values closest to the default. Configurations that are not valid here are
             skipped with a note.
-        warm_start: folders of earlier runs, of this or another workload, to learn from.
+        warm_start: folders of earlier runs, whose fastest configurations, three in all, are tried after those of `begin_with`.
         layerwise: at the end, refine the winner block by block according to predictions and try it in a further trial,
             which wins if it is measured faster.
         seed: seed of weights, data and proposals.
@@ -90,7 +91,8 @@ class SearchRequest:
     prior: Any = None
     begin_with: Sequence[Mapping[str, Any]] = ()
     warm_start: Annotated[
-        str | Path | Sequence[str | Path], Option("An earlier run to learn from; repeatable.", metavar="RUN", many=True)
+        str | Path | Sequence[str | Path],
+        Option("An earlier run whose fastest configurations are tried first; repeatable.", metavar="RUN", many=True),
     ] = ()
     layerwise: Annotated[bool, Option("Refine the winner block by block, and try that beside it.")] = False
     seed: Annotated[int, Option("Seed of weights, data and proposals.", type=int, least=0)] = 0
@@ -242,14 +244,14 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         return IN_PROCESS
 
     @cached_property
-    def earlier_runs(self) -> list[EarlierRun]:
-        """Runs of `warm_start`. Raises UsageError if one cannot be read."""
+    def earlier_leaders(self) -> tuple[Config, ...]:
+        """The fastest configurations of the runs of `warm_start`. Raises UsageError if one cannot be read."""
         folders = self.warm_start
-        return read_runs([folders] if isinstance(folders, (str, Path)) else folders, own=self.out)
+        return leaders_of([folders] if isinstance(folders, (str, Path)) else folders, own=self.out)
 
     def check_values(self) -> None:
         super().check_values()
-        _ = self.earlier_runs
+        _ = self.earlier_leaders
         assert self.runs_on, "a runner has a name"
         if self.hardware is not None:
             find_hardware(self.hardware)

@@ -11,7 +11,7 @@ from ...space import Config, Space
 from .candidates import SAMPLE, Candidates, remaining
 from .encoding import Encoding, Features, observe
 from .gaussian_process import Kernel, Posterior, Scales
-from .prior import Answers, Correction, Predictions, Prior, ShapePrior
+from .prior import Answers, Predictions, Prior, ShapePrior
 from .surrogate import PriorModel, chance_below, limit_model, throughput_model
 
 LIMIT = 8192
@@ -92,23 +92,13 @@ class SurrogatePrior:
         self.space, self.seed = space, seed
         self.encoding = Encoding(space)
         self.features = Features(self.encoding)
-        self.estimates: list[tuple[Answers, float]] = []
-        """Rival estimates with their shares of the trust in estimates; the prior itself comes first."""
-        self.relative = relative or (isinstance(prior, Correction) and prior.base is None)
-        """True if only ratios of the prior's values are meaningful."""
-        source = prior.base if isinstance(prior, Correction) else prior
-        self.unit: str | None = None if self.relative else getattr(source, "unit", None)
-        """Unit of the prior's throughput; None if unknown."""
-        if prior is not None:
-            weight = prior.weight if isinstance(prior, Correction) else 1.0
-            self.estimates.append((Answers(Prior(prior, warn=warn), self.encoding), weight))
-        if isinstance(prior, Correction) and prior.base is not None and prior.weight < 1:
-            # The correction itself reports problems of the base prior.
-            base = Prior(prior.base, warn=lambda message: None)
-            self.estimates.append((Answers(base, self.encoding), 1 - prior.weight))
-        self.answers = self.estimates[0][0] if self.estimates else None
+        self.answers = None if prior is None else Answers(Prior(prior, warn=warn), self.encoding)
         self.shape_prior = prior if isinstance(prior, ShapePrior) else None
         """The prior, if it does not know the scale."""
+        self.relative = relative or self.shape_prior is not None
+        """True if only ratios of the prior's values are meaningful."""
+        self.unit: str | None = None if self.relative else getattr(prior, "unit", None)
+        """Unit of the prior's throughput; None if unknown."""
         self.headroom = headroom
         self._favourites: list[Config] | None = None
 
@@ -212,11 +202,10 @@ class SearchPosterior:
         candidate_points = self.features.of(self.candidates.codes)
         points = self.features.of(self.seen.codes)
         everything = np.concatenate([points, candidate_points])
-        estimates = []
-        for answers, share in self.surrogate_prior.estimates:
+        predictions = None
+        if (answers := self.surrogate_prior.answers) is not None:
             ahead = answers.of_candidates(self.candidates)
-            estimates.append((answers.of([trial.config for trial in self.known]).joined(ahead), share))
-        predictions = estimates[0][0] if estimates else None
+            predictions = answers.of([trial.config for trial in self.known]).joined(ahead)
         self.cost = self._costs(points, candidate_points)
         self.works = self._memory(points, candidate_points, everything, predictions) * self._others(
             points, candidate_points
@@ -237,17 +226,18 @@ class SearchPosterior:
         n, count = len(rows), len(candidate_points)
         ones = np.ones((n + count, 1))
         order = np.concatenate([rows, len(self.known) + np.arange(count)])
-        models = [
-            _estimated(
-                predicted.rows(order),
-                share,
-                WITH_SHAPE if self.surrogate_prior.shape_prior else WITH_ESTIMATE,
-                measured=n,
-                level=centre if units == {self.surrogate_prior.unit} else None,
+        models = []
+        if logs and predictions is not None and np.isfinite(predictions.log_throughput[order]).any():
+            shape_prior = self.surrogate_prior.shape_prior
+            models.append(
+                _estimated(
+                    predictions.rows(order),
+                    WITH_SHAPE if shape_prior else WITH_ESTIMATE,
+                    share=shape_prior.weight if shape_prior else 1.0,
+                    measured=n,
+                    level=centre if units == {self.surrogate_prior.unit} else None,
+                )
             )
-            for predicted, share in estimates
-            if logs and np.isfinite(predicted.log_throughput[order]).any()
-        ]
         trust = sum(model.weight for model in models)
         none = np.zeros(n + count)
         models.append(PriorModel(mean=none, basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
@@ -379,14 +369,14 @@ class SearchPosterior:
 
 
 def _estimated(
-    predictions: Predictions, share: float, scales: Scales, *, measured: int, level: float | None
+    predictions: Predictions, scales: Scales, *, share: float, measured: int, level: float | None
 ) -> PriorModel:
     """Model of log throughput based on an estimate.
 
     Args:
         predictions: at every point.
-        share: this estimate's share of the trust in estimates.
         scales: scales of the Gaussian process for the rest.
+        share: share of the trust in estimates that it has.
         measured: number of points that were measured, which come first.
         level: log throughput that is 0 in the values to explain; None if the estimate may be in another unit. The mean is
             then 0 over the measured points, like the values, and the level is not evidence against the estimate.

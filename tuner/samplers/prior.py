@@ -99,31 +99,19 @@ class Predictions:
         return Predictions(np.concatenate([self.numbers, appended.numbers]), self.factors)
 
 
-class Correction(ABC):
-    """A prior that corrects another prior, or none, by experience from elsewhere.
-
-    The corrected prior remains a rival; their probabilities follow from `weight`.
-    """
-
-    base: Any
-    """The prior that is corrected; None if there is none: then only ratios of throughputs are meaningful."""
-    weight: float
-    """Prior probability that the correction is useful, given that the base prior would be, 0 to 1."""
-
-    @abstractmethod
-    def table(self, configs: Sequence[Config]) -> Any:
-        """Corrected predictions of many configurations, as `Prior` reads them."""
-
-
-class ShapePrior(Correction):
+class ShapePrior(ABC):
     """A prior for an unknown model, which predicts ratios but not the scale.
 
     It predicts only ratios of memory as well, so it rules nothing out. It is as likely as not to be useless, since the
     knobs may have another meaning.
     """
 
-    base = None
     weight = 0.5
+    """Prior probability that it is useful, given that an estimate would be."""
+
+    @abstractmethod
+    def table(self, configs: Sequence[Config]) -> Any:
+        """Predictions of many configurations, as `Prior` reads them."""
 
 
 class Prior:
