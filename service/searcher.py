@@ -68,7 +68,7 @@ class SearchTask:
     memory_mib: float
     """Memory of the process, beyond what all processes of this kind need, MiB."""
     earlier: tuple[str, ...] = ()
-    """Folders of earlier searches of the same model to learn from."""
+    """Folders of earlier searches of the same model to begin with."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -203,8 +203,7 @@ def _tuned(task: SearchTask, events: EventFile) -> Result:
         "time": task.seconds,
     }
     target = search_arguments.pop("target")
-    learns = bool(task.earlier) and search_arguments.get("sampler", "bayes") == "bayes"
-    warm_start: tuple[str, ...] = task.earlier if learns else ()
+    warm_start = task.earlier
     begin = time.monotonic()
     while True:
         try:
