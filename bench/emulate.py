@@ -6,9 +6,9 @@
 
 Every configuration is run by real gloo ranks on this machine and by emulated ones, in turns. Three parts:
 
-- `memory`: peak of each rank. Both run with glibc's thresholds for mmap and trimming fixed at 64 KiB, so that memory that is
-  freed is returned. Without that the resident peak of a small model is mostly what glibc keeps, and runs of one configuration
-  scatter by 5 to 10 % among themselves.
+- `memory`: peak of each emulated rank. Both run with glibc's thresholds for mmap and trimming fixed at 64 KiB, so that memory
+  that is freed is returned. Without that the resident peak of a small model is mostly what glibc keeps, and runs of one
+  configuration scatter by 5 to 10 % among themselves.
 - `time`: the step, with glibc as it is, so that times are those that trials have; the median of the turns counts.
 - `ranking`: 20 configurations of llama-tiny on 8 ranks, by Spearman's correlation.
 
@@ -99,10 +99,7 @@ class Sides:
         work = DryRuns(workload, compiles=False)
         hardware = this_machine().shared(devices)
         self.real = LocalRunner(work, terms, agent=agent)
-        self.emulated, self.deciding = (
-            EmulateRunner(workload, terms, EmulationTerms(hardware=hardware, ranks=ranks), compiles=False, agent=agent)
-            for ranks in ("all", "deciding")
-        )
+        self.emulated = EmulateRunner(workload, terms, EmulationTerms(hardware=hardware), compiles=False, agent=agent)
 
     def run(self, runner: Any, config: dict[str, Any]) -> Any:
         from redline.runners.runner import TrialRequest
@@ -173,7 +170,7 @@ def in_turns(sides: Sides, config: dict[str, Any], turns: int) -> dict[str, Any]
     """Median steps of both sides, ms."""
     real_ms, emulated_ms, modelled, spread = [], [], [], []
     for _ in range(turns):
-        real, emulated = sides.run(sides.real, config), sides.run(sides.deciding, config)
+        real, emulated = sides.run(sides.real, config), sides.run(sides.emulated, config)
         if reason := failed(real, emulated):
             return {"why": reason}
         real_ms.append(real.step_ms)

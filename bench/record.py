@@ -30,7 +30,8 @@ from redline.models import flops_of
 from redline.models.request import TrainingRequest
 from redline.results import Measurement
 from redline.results.environment import versions
-from redline.runners import LocalRunner, Reference, Runner, TimingPlan, TrialRequest, TrialTerms
+from redline.results.probe import Probe
+from redline.runners import LocalRunner, Runner, TimingPlan, TrialRequest, TrialTerms
 from redline.space import Config, Space
 from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
 from redline.tuner.request.target import Task, resolve_task
@@ -169,7 +170,7 @@ def _text(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def reference_of(runner: Runner, space: Space) -> Reference | None:
+def reference_of(runner: Runner, space: Space) -> Probe | None:
     """Returns the reference of all trials: the default configuration, at the largest micro-batch that fits."""
     default = space.default()
     fixed = {name: default[name] for name in default if name not in ("micro_batch", "grad_accum")}
@@ -178,7 +179,7 @@ def reference_of(runner: Runner, space: Space) -> Reference | None:
     for config in sorted(alike, key=lambda each: -each.get("micro_batch", 0)):
         measurement = runner.run(TrialRequest(config=config, number=0))
         if measurement.ok and measurement.probe is not None:
-            return Reference(probe=measurement.probe, config_id=config.id)
+            return measurement.probe
     print("no reference: the default configuration does not run, so nothing is compared")
     return None
 

@@ -15,7 +15,7 @@ from ..base.writing import as_data, write_atomic
 from ..models.request import ModelRequest, SpaceRequest
 from ..tuner.budget import parse_memory
 from . import exit_codes
-from .options import TRAINERS, command_line, options_of, request_of, values_of
+from .options import TRAINERS, options_of, request_of, values_of
 from .words import Status
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     from ..tuner.first_trial import first_trial
     from . import estimate_text
 
-    again = command_line(ctx)
+    again = shlex.join(["redline", *ctx.obj])
     estimate_options = EstimateOptions(**{field.name: options.pop(field.name) for field in fields(EstimateOptions)})
     check_options(estimate_options)
     output = estimate_options.out

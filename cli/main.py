@@ -94,7 +94,7 @@ def _main(arguments: Sequence[str] | None) -> None:
     debug = "--debug" in argv
     argv = [argument for argument in argv if argument != "--debug"]
     try:
-        code = redline.main(argv, prog_name="redline", standalone_mode=False)
+        code = redline.main(argv, prog_name="redline", standalone_mode=False, obj=argv)
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())

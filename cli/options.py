@@ -1,7 +1,6 @@
 """Options shared by several commands, and parsing of their values."""
 
 import json
-import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from typing import Any
@@ -131,24 +130,6 @@ def request_of(option_values: dict[str, Any], target: Any = None) -> dict[str, A
     request_fields = {field.name for field in fields(Request)}
     values |= {name: option_values.pop(name) for name in list(option_values) if name in request_fields}
     return values
-
-
-def command_line(ctx: click.Context, *extra: str) -> str:
-    """Returns the current command line, quoted for a shell, with more arguments appended."""
-    arguments = ["redline", str(ctx.info_name)]
-    for parameter in ctx.command.params:
-        name = parameter.name or ""
-        if ctx.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
-            continue
-        value, flag = ctx.params[name], max(parameter.opts, key=len)
-        if isinstance(parameter, click.Argument):
-            arguments.append(str(value))
-        elif isinstance(parameter, click.Option) and parameter.is_flag:
-            arguments.append(flag if value else max(parameter.secondary_opts, key=len))
-        else:
-            for item in value if parameter.multiple else [value]:
-                arguments += [flag, str(item)]
-    return shlex.join([*arguments, *extra])
 
 
 def target_of(model: str | None, workload: str | None) -> str:

@@ -150,7 +150,7 @@ class TerminalListener(ProgressListener):
     def on_trial_end(self, trial: Trial) -> None:
         self._running.pop(trial.number, None)
         self._finished.append(trial)
-        line = shortened(trial_line(trial, self._plan, narrow=self._console.width < _NARROW), self._console.width)
+        line = trial_line(trial, self._plan, narrow=self._console.width < _NARROW)
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
@@ -251,20 +251,6 @@ def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = F
     if measured.reason:
         line.append(f"  ({fold(measured.reason)})", style="dim")
     return line
-
-
-def shortened(line: Text, width: int) -> Text:
-    """Returns a line cut to a width, after a word if possible.
-
-    >>> shortened(Text("0  ok  micro_batch=8 precision=fp32"), 28).plain
-    '0  ok  micro_batch=8 …'
-    """
-    if line.cell_len <= width:
-        return line
-    end = line.plain.rfind(" ", 0, width - 1)
-    if end < width // 2:
-        return line
-    return line[:end].append(" …")
 
 
 def _turn(done: int, total: int) -> str:

@@ -1,7 +1,6 @@
 from .place.local import LocalRunner as LocalRunner
 from .place.ray_runner import RayRunner as RayRunner
 from .runner import (
-    Reference as Reference,
     Runner as Runner,
     TrialRequest as TrialRequest,
     TrialTerms as TrialTerms,

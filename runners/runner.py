@@ -16,15 +16,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
-    """The results that a correct candidate must reproduce."""
-
-    probe: Probe
-    config_id: str = ""
-    """Id of that configuration."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRequest:
     """A configuration to try, with the settings of the trial."""
 
@@ -37,8 +28,8 @@ class TrialRequest:
     """Deadline from request to result, without compilation, s; None for the runner's default."""
     best_throughput: float | None = None
     """Best throughput so far, in the workload's unit. A clearly slower candidate stops early."""
-    reference: Reference | None = None
-    """Results to reproduce; None for the trial that defines them."""
+    reference: Probe | None = None
+    """Probe of the trial whose results a correct candidate reproduces; None for the trial that defines them."""
     sustained: bool = False
     """True if it may win, so that a GPU must be measured at the clocks that it sustains."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..base.errors import StudyError, UsageError
 from ..results import Trial, View
 from ..results.measurement import REFINEMENT
-from ..runners import Reference
+from ..results.probe import Probe
 from ..space import Config
 
 LEADERS = 3
@@ -41,8 +41,8 @@ def leaders_of(folders: Sequence[str | Path], own: str | Path | None = None) -> 
     return tuple(in_turns)[:LEADERS]
 
 
-def reference(trials: Sequence[Trial], number: int) -> Reference | None:
-    """Reference that trial `number` must reproduce: the first trial in the finest number format; None for that trial.
+def reference(trials: Sequence[Trial], number: int) -> Probe | None:
+    """Returns the probe that trial `number` must reproduce, of the first trial in the finest number format; None for that trial.
 
     Trial 0 is the default configuration, which applies no rewrites, so it is the reference until a trial in a finer format has
     run: on a GPU the default computes in bf16.
@@ -51,4 +51,4 @@ def reference(trials: Sequence[Trial], number: int) -> Reference | None:
     if not probed:
         return None
     trial, probe = min(probed, key=lambda pair: (pair[1].roundoff, pair[0].number))
-    return None if trial.number == number else Reference(probe=probe, config_id=trial.config.id)
+    return None if trial.number == number else probe

@@ -3,23 +3,26 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import SpaceError
+import numpy as np
+
+from ..base.errors import RunnerError, SpaceError, UsageError
 from ..base.host_memory import memory_groups
 from ..base.option import option
 from ..estimator.hardware import find_hardware
 from ..estimator.measuring import hardware_of
 from ..knobs.text import config_text, value_text
+from ..models import Workload
 from ..results import RunFolder
 from ..runners import Runner
-from ..space import Config
+from ..space import Config, Space
 from .checks import check
 from .default_prior import assumed_hardware, default_prior
 from .emulating import EMULATE
 from .feasibility import HEADROOM
 from .first_trial import FirstTrial, first_trial
-from .predicting import estimate_to_begin_with, usable
 from .rank_memory import memory_of_rank
 from .request.options import Request
 from .request.record import asked_of
@@ -30,7 +33,10 @@ from .samplers.bayes import BayesSampler, Judge
 from .samplers.posterior import SurrogatePrior
 
 if TYPE_CHECKING:
-    from ..estimator import Estimator
+    from ..estimator import Estimator, Hardware
+
+SAMPLE = 256
+"""Number of configurations that are predicted to check that predicting works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +175,7 @@ def _estimator(
                 f"the search begins without an estimate: {name} is not in the hardware table; {option('hardware')} names it"
             )
             return None
-    return estimate_to_begin_with(
+    return estimator_of(
         task.workload,
         task.space,
         warn,
@@ -199,3 +205,77 @@ def _prior(
     if task.workload is None and request.sampler == BayesSampler.name:
         return default_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))
     return None
+
+
+def estimator_of(
+    workload: Workload,
+    space: Space,
+    warn: Callable[[str], None],
+    *,
+    devices: int,
+    hardware: "str | Path | Hardware | None",
+    memory_limit_mib: float | None,
+    free_batch: bool = False,
+    without: Mapping[str, Any] | None = None,
+    settle: Callable[[], None] = lambda: None,
+) -> "Estimator | None":
+    """Returns an estimator of a task's trials, with nothing traced yet; None if this machine cannot be measured.
+
+    Args:
+        workload: the one to train.
+        space: what may vary.
+        warn: receives the reason, and remarks on a measurement.
+        devices: devices of a trial.
+        hardware: a name, a file or `Hardware`; None for this machine, which is measured for a second if it is not in
+            the table; the result is cached.
+        memory_limit_mib: memory of a device; None for all of it.
+        free_batch: True if the samples per step vary.
+        without: values of knobs that a configuration may lack.
+        settle: called before this machine is measured; returns when the process's own background work is done.
+
+    Raises:
+        UsageError: the hardware is unknown.
+    """
+    from ..estimator import Estimator, TrainingSetup
+    from ..estimator.request import machine_of, without_knobs
+
+    try:
+        machine, _ = machine_of(hardware, devices, settle)
+    except RunnerError as error:
+        warn(f"the search begins without an estimate: {error}")
+        return None
+    if machine.note:
+        warn(machine.note)
+    training = TrainingSetup(
+        devices=devices,
+        seq_len=workload.seq_len,
+        memory_limit_mib=memory_limit_mib,
+        **{
+            "global_batch": None if free_batch else workload.global_batch,
+            **without_knobs(space),
+            **(without or {}),
+        },
+    )
+    return Estimator(workload, machine, training)
+
+
+def usable(estimator: "Estimator", space: Space, warn: Callable[[str], None]) -> "Estimator | None":
+    """Returns the estimator if it can predict this space; otherwise None, and warns with the reason.
+
+    Traces the model's variants; traces are cached on disk.
+    """
+    try:
+        table = estimator.table(space.sample(min(SAMPLE, len(space)) if space.enumerable else SAMPLE, seed=0))
+    except UsageError as error:
+        warn(f"the search begins without an estimate: {error}")
+        return None
+    if not np.isfinite(table.step_ms).any():
+        warn("the search begins without an estimate: no configuration has a finite one")
+        return None
+    return estimator
+
+
+def peak_rate(estimator: "Estimator") -> Callable[[Config], float]:
+    """Peak FLOP/s of a device at a configuration's precision."""
+    default = estimator.training.precision
+    return lambda config: estimator.hardware.rate(str(config.get("precision", default)))

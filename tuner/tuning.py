@@ -17,13 +17,12 @@ from ..space import Config
 from .budget import Stopwatch
 from .feasibility import HEADROOM, tight_winner
 from .listener import SearchListener
-from .predicting import peak_rate
 from .refinement import refiner
 from .request.options import Request, taking
 from .request.record import command_of, keep_command, plan_of
 from .result import Result, make_result
 from .search import Search
-from .setup import SearchSetup, set_up
+from .setup import SearchSetup, peak_rate, set_up
 from .trackers import logging_to
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import UsageError, WorkloadError, unknown
+from ...base.errors import WorkloadError
 from ...estimator.estimate import Z80
 from ...estimator.fullest import fullest_rank
 from ...estimator.links import Wire
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ...estimator.hardware import Hardware
     from ...training.emulation import Message, StepTrace
 
-RANKS = ("deciding", "all")
-"""Names of the sets of ranks that can be emulated."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Environment in which PyTorch asks Linux for pages of 2 MiB. A rank that measures memory only and computes no products
 otherwise spends its time on page faults."""
@@ -60,14 +58,8 @@ class EmulationTerms:
 
     hardware: "Hardware"
     """Hardware to predict: its links are priced, and its memory is the limit."""
-    ranks: str = "deciding"
-    """A name in `RANKS`."""
     memory_only: bool = False
     """True to measure memory without step time, for example if this device is not of the predicted hardware."""
-
-    def __post_init__(self) -> None:
-        if self.ranks not in RANKS:
-            raise UsageError(unknown("ranks", self.ranks, RANKS))
 
 
 class EmulateRunner(Runner):
@@ -76,7 +68,7 @@ class EmulateRunner(Runner):
     Args:
         workload: the training.
         terms: devices of a trial, limits and deadlines; its device is the one here.
-        emulation: hardware and ranks to emulate.
+        emulation: hardware to emulate, and what is measured.
         estimator: of trials that measure memory only, predicts the step time and the fullest stage.
         compiles: True if any configuration may compile.
         agent: an agent that is already running; this runner closes it.
@@ -152,7 +144,7 @@ class EmulateRunner(Runner):
         fullest = 0
         if self._estimator is not None and self.emulation.memory_only and world.pp > 1:
             fullest = fullest_rank(self._estimator, config).rank
-        return emulated_ranks(world, config, self.emulation, fullest)
+        return emulated_ranks(world, config, memory_only=self.emulation.memory_only, fullest=fullest)
 
     def _runs_eagerly(self, config: Mapping[str, Any]) -> bool:
         """True if a configuration with fusion runs without it. Code compiled for this CPU would compute the products, which
@@ -307,7 +299,9 @@ class EmulateRunner(Runner):
         self._agent.close()
 
 
-def emulated_ranks(world: World, config: Mapping[str, Any], emulation: EmulationTerms, fullest: int = 0) -> list[int]:
+def emulated_ranks(
+    world: World, config: Mapping[str, Any], *, memory_only: bool = False, fullest: int = 0
+) -> list[int]:
     """Returns the ranks of a training to emulate.
 
     Ranks of one stage differ if something is distributed unevenly: owners of parameters (ZeRO 1), rows of experts (`ep`), or the
@@ -319,16 +313,11 @@ def emulated_ranks(world: World, config: Mapping[str, Any], emulation: Emulation
     """
     stages = list(range(world.pp))
     ranks_per_stage = world.replicas * world.tp
-    if emulation.memory_only and emulation.ranks != "all":
+    if memory_only:
         stages = sorted({0, fullest, world.pp - 1})
     # Whole experts (`etp`) are on ranks that share a layer, too.
     stride = 1 if config.get("etp") == 1 else world.tp
     places = [sharer * stride for sharer in range(min(world.ep, MOST_SHARERS))]
-    if emulation.ranks == "all":
-        equal_replicas = world.ep == 1 and int(config.get("zero") or 0) == 0 and world.sp * world.cp == 1
-        replicas = [0] if equal_replicas else list(range(world.replicas))
-        tensors = sorted({0, world.tp - 1})
-        places = [replica * world.tp + tensor for replica in replicas for tensor in tensors]
     return [stage * ranks_per_stage + place for stage in stages for place in places]
 
 

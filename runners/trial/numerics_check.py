@@ -11,7 +11,6 @@ from ...results.probe import Computed, Probe
 from ...schedule.comparison import SMALL, Comparison, Departure, Numbers, Tolerance, and_more, compare
 from ...training.first_step import StepPart
 from ...training.probe import ProbePart
-from ..runner import Reference
 
 EXACT = 2.0**-24
 """Unit roundoff of the widest format whose gradients are compared by parameter: float32."""
@@ -71,7 +70,7 @@ def dropped_share(parts: Sequence[tuple[int, int] | None]) -> float | None:
     return sum(dropped for dropped, _ in counts) / routed if routed else None
 
 
-def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str | None:
+def numerics_mismatch(probe: Probe, reference: Probe | None, *, loss: float, last_loss: float) -> str | None:
     """Returns how a candidate's computation differs from the reference's; None if it does not.
 
     Args:
@@ -88,7 +87,7 @@ def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float,
         return f"the probe's results are not finite: the gradient's norm is {probe.quiet.gradient}"
     if reference is None or why_incomparable(probe, reference):
         return None
-    departures = (comparison.wrong for comparison in comparisons(probe, reference.probe))
+    departures = (comparison.wrong for comparison in comparisons(probe, reference))
     return next((departure.description for departure in departures if departure is not None), None)
 
 
@@ -161,15 +160,14 @@ def _by_parameter(computed: Computed, names: Sequence[str]) -> Numbers:
     return Numbers(gradients=gradients, on=" on the probe")
 
 
-def why_incomparable(probe: Probe, reference: Reference) -> str | None:
+def why_incomparable(probe: Probe, reference: Probe) -> str | None:
     """Returns why a candidate cannot be compared with the reference; None if it can."""
-    expected = reference.probe
-    samples, expected_samples = probe.quiet.samples, expected.quiet.samples
+    samples, expected_samples = probe.quiet.samples, reference.quiet.samples
     if samples != expected_samples:
         return f"not compared with the reference, which was probed with {expected_samples} samples, not {samples}"
-    if probe.weights and expected.weights and probe.weights != expected.weights:
-        return f"not compared with the reference, whose model has {expected.weights:,} weights, not {probe.weights:,}"
-    if differing := sorted(set(probe.brought) ^ set(expected.brought)):
+    if probe.weights and reference.weights and probe.weights != reference.weights:
+        return f"not compared with the reference, whose model has {reference.weights:,} weights, not {probe.weights:,}"
+    if differing := sorted(set(probe.brought) ^ set(reference.brought)):
         return f"not compared with the reference, which has other weights: {and_more(differing)}"
     return None
 

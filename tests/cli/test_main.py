@@ -113,7 +113,7 @@ def test_bad_input_is_refused_in_words_before_predictions_and_nothing_is_written
         pytest.fail("predicted first")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("redline.tuner.setup.estimate_to_begin_with", predicted)
+    monkeypatch.setattr("redline.tuner.setup.estimator_of", predicted)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "trials.csv").write_text("trial,status,throughput\n")
     code, out, err = run(capsys, *arguments)

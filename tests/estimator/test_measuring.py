@@ -79,13 +79,13 @@ def test_a_busy_machine_is_reported_and_measured_again_soon(quick, tmp_path, mon
 
 def test_the_estimate_and_the_search_pass_on_that_the_machine_was_busy(quick, tmp_path, monkeypatch):
     from redline.estimator.request import estimate_request
-    from redline.tuner.predicting import estimate_to_begin_with
+    from redline.tuner.setup import estimator_of
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measuring, "_timed", lambda works, *_: {name: [(1.0, 0.5)] * 9 for name in works})
     workload, messages = rl.workload("gpt2-tiny"), []
     assert any("used its cores" in note for note in estimate_request(workload).notes)
-    estimate_to_begin_with(workload, rl.Space(), messages.append, devices=1, hardware=None, memory_limit_mib=None)
+    estimator_of(workload, rl.Space(), messages.append, devices=1, hardware=None, memory_limit_mib=None)
     assert len(messages) == 1 and "used its cores" in messages[0]
 
 

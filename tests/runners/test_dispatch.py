@@ -8,7 +8,7 @@ from redline.base.device import Device
 from redline.estimator.hardware import recognise
 from redline.models import Workload
 from redline.results import Status
-from redline.runners import Reference, TrialRequest, TrialTerms
+from redline.runners import TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
 from redline.runners.trial.dry_run import DryRunReport
 from redline.runners.trial.job import Outcome, RankOutcome
@@ -67,7 +67,7 @@ def test_deviating_trials_are_wrong_and_incomparable_ones_say_so():
 
     def against(**values):
         probe = replace(alike.probe, **values)
-        request = TrialRequest(config=Config(precision="fp32"), number=1, reference=Reference(probe=probe))
+        request = TrialRequest(config=Config(precision="fp32"), number=1, reference=probe)
         return Answers("a new chip", report(200.0, 5000.0), report(250.0, 3000.0)).run(request)
 
     wrong = against(quiet=replace(alike.probe.quiet, gradient=2.0))

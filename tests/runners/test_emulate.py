@@ -3,7 +3,6 @@
 import pytest
 import redline as rl
 from redline.base.device import detect
-from redline.base.errors import UsageError
 from redline.estimator.fullest import fullest_rank
 from redline.estimator.hardware import find_hardware
 from redline.results import Status
@@ -119,18 +118,12 @@ def test_memory_with_fusion_is_measured_without_compiling_for_this_cpu(emulate):
     assert measured.step_ms < plain.step_ms, "the estimate knows that it is fused"
 
 
-def test_ranks_to_emulate_are_deciding_or_all():
-    with pytest.raises(UsageError, match="deciding"):
-        EmulationTerms(hardware=H100, ranks="some")
-
-
 def test_deciding_ranks_are_one_of_each_stage_and_for_memory_the_ends_and_the_fullest():
     config = {"pp": 8, "tp": 2}
     world = World.of(config, 0, 32)
-    assert emulated_ranks(world, config, EmulationTerms(hardware=H100)) == list(range(0, 32, 4))
-    only = EmulationTerms(hardware=H100, memory_only=True)
-    assert emulated_ranks(world, config, only, fullest=3) == [0, 12, 28]
-    assert emulated_ranks(world, config, only, fullest=7) == [0, 28]
+    assert emulated_ranks(world, config) == list(range(0, 32, 4))
+    assert emulated_ranks(world, config, memory_only=True, fullest=3) == [0, 12, 28]
+    assert emulated_ranks(world, config, memory_only=True, fullest=7) == [0, 28]
 
 
 def test_memory_is_measured_on_the_rank_that_the_estimate_finds_the_fullest(emulate):
@@ -143,9 +136,9 @@ def test_memory_is_measured_on_the_rank_that_the_estimate_finds_the_fullest(emul
 
 def test_ranks_that_share_experts_are_all_emulated_up_to_four():
     config = {"ep": 8}
-    assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1, 2, 3]
+    assert emulated_ranks(World.of(config, 0, 8), config) == [0, 1, 2, 3]
     config = {"tp": 2, "ep": 2}
-    assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 2]
+    assert emulated_ranks(World.of(config, 0, 8), config) == [0, 2]
     # Ranks that share layers, which are neighbours, hold whole experts.
     config = {"tp": 2, "ep": 2, "etp": 1}
-    assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1]
+    assert emulated_ranks(World.of(config, 0, 8), config) == [0, 1]

@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 from probes import BF16, FP32, part, probe
 from redline.results.probe import Computed, Probe
-from redline.runners import Reference
 from redline.runners.trial.numerics_check import numerics_mismatch, together, why_incomparable
 from redline.training.first_step import StepPart
 
 PROBE = probe()
 QUIET, STEP = PROBE.quiet, PROBE.step
-REFERENCE = Reference(probe=PROBE)
+REFERENCE = PROBE
 
 
 def verdict(found, reference=REFERENCE, loss=9.1, last_loss=8.0):
@@ -68,7 +67,7 @@ def test_a_narrow_format_is_granted_its_rounding_by_depth_and_no_more():
     assert "repeated block 0" in verdict(replace(rounded, roundoff=FP32))
     assert "repeated block 0" in verdict(replace(changed(blocks=(1.05, 1.2)), roundoff=BF16))
     shallow = replace(PROBE, depth=4)
-    assert "repeated block 0" in verdict(replace(rounded, depth=4), Reference(probe=shallow))
+    assert "repeated block 0" in verdict(replace(rounded, depth=4), shallow)
 
 
 def noisy(noise, **values):
@@ -76,7 +75,7 @@ def noisy(noise, **values):
 
 
 def test_dropout_may_draw_other_masks_but_not_be_off_or_stronger():
-    reference = Reference(probe=noisy(0.4))
+    reference = noisy(0.4)
     assert verdict(noisy(0.37), reference) == verdict(noisy(0.43), reference) is None
     assert "depart by 0 of their size from those without dropout, the reference's by 0.4" in verdict(PROBE, reference)
     assert "by 0.57" in verdict(noisy(0.57), reference)  # twice the rate
@@ -91,7 +90,7 @@ def test_probes_of_other_weights_or_samples_are_not_compared_with_a_note():
     )
     assert "probed with 2 samples, not 4" in why_incomparable(changed(samples=4), REFERENCE)
     assert verdict(replace(brought, logits=(math.nan,))) is not None
-    known = Reference(probe=replace(PROBE, weights=1000))
+    known = replace(PROBE, weights=1000)
     wider = replace(changed(loss=5.0), weights=2000)
     assert verdict(wider, known) is None
     assert why_incomparable(wider, known) == (
@@ -101,7 +100,7 @@ def test_probes_of_other_weights_or_samples_are_not_compared_with_a_note():
 
 
 def test_parameters_unchanged_in_the_reference_may_stay_unchanged():
-    assert verdict(replace(PROBE, still=("a",)), Reference(probe=replace(PROBE, still=("a", "b")))) is None
+    assert verdict(replace(PROBE, still=("a",)), replace(PROBE, still=("a", "b"))) is None
 
 
 def test_parts_of_ranks_add_up():

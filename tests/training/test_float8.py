@@ -11,7 +11,6 @@ from numeric import caught, within
 from redline.base.errors import ScheduleError, WorkloadError
 from redline.knobs.meaning import FLOAT8
 from redline.models.spaces import default_space, lossy_of_space, without_float8
-from redline.runners import Reference
 from redline.runners.trial.numerics_check import numerics_mismatch, together, why_incomparable
 from redline.schedule import build, create_schedule
 from redline.schedule.comparison import FLOOR, loss_allowance, unit_roundoff
@@ -125,9 +124,7 @@ def test_a_model_departs_from_float32_as_8_bits_do_and_not_as_bf16(small, precis
     made = small("llama")
     expected = probed(made, "fp32", micro_batch=8)
     found, half = probed(made, precision, micro_batch=8), probed(made, "bf16", micro_batch=8)
-    assert (
-        numerics_mismatch(found, Reference(probe=expected), loss=found.quiet.loss, last_loss=found.quiet.loss) is None
-    )
+    assert numerics_mismatch(found, expected, loss=found.quiet.loss, last_loss=found.quiet.loss) is None
     assert (found.roundoff, half.roundoff) == (2.0**-4, 2.0**-8)
 
     def distance(probe):
@@ -180,8 +177,8 @@ def test_ranks_that_share_a_model_convert_what_they_hold(two, small, precision, 
     assert [each[3] for each in reference] == [0, 0] and [each[3] for each in found] == [layers, layers]
     expected = together([each[2] for each in reference], [each[1] for each in reference])
     probe = together([each[2] for each in found], [each[1] for each in found])
-    assert not why_incomparable(probe, Reference(probe=expected))
-    assert numerics_mismatch(probe, Reference(probe=expected), loss=found[0][0], last_loss=found[0][0]) is None
+    assert not why_incomparable(probe, expected)
+    assert numerics_mismatch(probe, expected, loss=found[0][0], last_loss=found[0][0]) is None
     assert probe.quiet.gradient != expected.quiet.gradient
 
 
@@ -222,7 +219,7 @@ def test_a_gpu_computes_what_is_emulated(small, precision):
     made = small("llama")
     emulated = Training(made, {"micro_batch": 8, "precision": precision}, CPU)
     weights = {name: each.clone() for name, each in emulated.model.state_dict().items()}
-    expected = Reference(probe=together([take(emulated)]))
+    expected = together([take(emulated)])
     for knobs in ({}, {"fusion": True}, {"grad_accum": 8, "micro_batch": 1}):
         training = Training(made, {"micro_batch": 8, "precision": precision, **knobs}, torch.device("cuda"))
         # The generators of devices differ, and so would the weights.

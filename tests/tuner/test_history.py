@@ -22,12 +22,12 @@ def test_the_reference_is_the_first_trial_that_ran_in_the_finest_format():
 
     trials = [ran(0, BF16), ran(1, FP32, Status.WRONG), ran(2, BF16)]
     assert reference(trials[:1], 0) is None
-    assert reference(trials, 1).config_id == trials[0].config.id
+    assert reference(trials, 1) is trials[0].measured.probe
     trials += [ran(3, FP32), ran(4, FP32), Trial(number=5, config=Config())]
-    assert reference(trials, 5).config_id == trials[3].config.id
+    assert reference(trials, 5) is trials[3].measured.probe
     assert reference(trials, 3) is None  # a wrong trial beside it must not make it wrong
-    assert reference(trials, 4).config_id == trials[3].config.id
-    assert reference(trials, 5).probe.roundoff == FP32
+    assert reference(trials, 4) is trials[3].measured.probe
+    assert reference(trials, 5).roundoff == FP32
 
 
 class Beside(Runner):

@@ -7,7 +7,7 @@ import redline as rl
 import torch
 from predicted_runner import predicted
 from redline.estimator import Hardware
-from redline.tuner import predicting
+from redline.tuner.setup import estimator_of, usable
 from torch import nn
 
 ASKED = predicted(
@@ -79,9 +79,9 @@ def test_an_untraceable_model_is_searched_without_an_estimate_with_one_warning()
     workload = rl.Workload(model=Reads, batch=make_batch, loss=make_loss, global_batch=8)
     space = rl.Space()
     space.choice("micro_batch", [1, 2, 4, 8])
-    estimator = predicting.estimator_of(workload, space, devices=1, hardware=cpu(), memory_limit_mib=1000.0)
+    estimator = estimator_of(workload, space, [].append, devices=1, hardware=cpu(), memory_limit_mib=1000.0)
     messages = []
-    assert predicting.usable(estimator, space, messages.append) is None
+    assert usable(estimator, space, messages.append) is None
     assert len(messages) == 1
     assert "begins without an estimate" in messages[0] and "aten._local_scalar_dense" in messages[0]
 
@@ -92,7 +92,7 @@ def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
 
     monkeypatch.setattr("redline.estimator.request.machine_of", fails)
     messages = []
-    made = predicting.estimate_to_begin_with(
+    made = estimator_of(
         rl.workload("gpt2-tiny"), rl.Space(), messages.append, devices=1, hardware=None, memory_limit_mib=None
     )
     assert made is None and messages == [

@@ -170,19 +170,10 @@ class Features:
         self.memory_sign = np.array(signs)
         """1 if a larger feature needs more memory, -1 if it needs less, 0 if unknown; (columns,)."""
 
-    @property
-    def columns(self) -> int:
-        """Number of floats per configuration."""
-        return len(self.memory_sign)
-
     def of(self, codes: np.ndarray) -> np.ndarray:
         """Features of codes (n, knobs): shape (n, columns)."""
         columns = [table[codes[:, column]] for column, table in enumerate(self._tables)]
         return np.concatenate(columns, axis=1) if columns else np.zeros((len(codes), 0))
-
-    def numeric(self, configs: Sequence[Config]) -> np.ndarray:
-        """Features of configurations that the encoding can encode: shape (n, columns)."""
-        return self.of(self.encoding.codes(configs))
 
 
 def _table(values: Sequence[object], ordered: bool) -> np.ndarray:
