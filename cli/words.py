@@ -43,10 +43,7 @@ def memory(mib: float) -> str:
 
 
 class Status:
-    """A line on standard error with the current step; no output if that is not a terminal.
-
-    No thread redraws it: variants are traced in forked processes, and forking is unsafe beside threads.
-    """
+    """A line on standard error with the current step; no output if that is not a terminal."""
 
     def __enter__(self) -> "Status":
         from rich.console import Console

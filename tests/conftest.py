@@ -1,5 +1,6 @@
 """Shared fixtures: groups of ranks, seeds of numeric tests, thread counts and interrupts."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -7,7 +8,6 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Listener, wait
 
@@ -21,7 +21,7 @@ import cloudpickle
 import pytest
 import torch
 from kept_agent import _one_agent, kept_agent  # noqa: F401
-from redline.base.forked import ForkedCall, die_with_parent
+from redline.base.forked import die_with_parent
 
 # Inductor would reuse earlier compilations with other vector instructions than they were compiled for.
 # A separate cache avoids that.
@@ -86,14 +86,19 @@ def _forks():
     """Sends the arguments of `_serve` to a process that forks as many ranks. It was itself forked before the first test: a
     process that has computed with several threads, or run a backward pass where torch has CUDA, cannot fork one that does."""
     requests, theirs = Pipe()
-    process = ForkedCall(partial(_fork_ranks, theirs))
+    process = multiprocessing.get_context("fork").Process(target=_fork_ranks, args=(theirs, os.getpid()))
+    process.start()
     theirs.close()
     yield requests
-    del process  # which ends it
+    process.kill()
+    process.join()
 
 
-def _fork_ranks(requests):
+def _fork_ranks(requests, parent):
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for ranks
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     me = os.getpid()
     while True:
         size, *args = requests.recv()

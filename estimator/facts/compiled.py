@@ -12,7 +12,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ...base._transformers import quiet
-from ...base.forked import beside
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.lora import frozen_format
@@ -64,9 +63,7 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
             path = _one_of(part, paths, segments)
             paths = [remaining for remaining in paths if remaining != path]
             kinds.append((part, path))
-    half = len(kinds) // 2  # in another process
-    second_half = beside(lambda: [compiled(*kind) for kind in kinds[:half]]) if half else list
-    compiled_parts = [compiled(*kind) for kind in kinds[half:]] + second_half()
+    compiled_parts = [compiled(*kind) for kind in kinds]
     blocks = {part.name: part for part, _ in compiled_parts}
     notes = (reason for _, reason in compiled_parts if reason is not None)
     parts = tuple(blocks.get(part.name, part) for part in facts.parts)
