@@ -5,6 +5,7 @@ docs/security.md lists which inputs are trusted.
 """
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -24,8 +25,6 @@ DEEPEST = 100
 """Deepest nesting of lists and mappings."""
 LONGEST_NUMBER = 400
 """Most characters of a number; the longest float without an exponent has 325 digits."""
-LONGEST_PATH, LONGEST_NAME = 4096, 255
-"""Most bytes of a path and of each name in it (path_resolution(7), Linux)."""
 
 
 class Malformed(ValueError):
@@ -148,21 +147,15 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     """Returns a user's path as a `Path`.
 
     Raises:
-        UsageError: the path is invalid on any file system: it contains a NUL, or a name or the whole path is too long.
+        UsageError: the path is invalid on its file system: it contains a NUL, or a name or the whole path is too long.
     """
     try:
-        data = os.fsencode(path)
-    except UnicodeEncodeError:
-        raise UsageError(f"the path {str(path)[:80]!r} cannot be encoded for the file system") from None
-    if b"\0" in data:
-        raise UsageError(f"the path {str(path)[:80]!r} contains a NUL character, which file names cannot contain")
-    longest = max(map(len, data.split(b"/")))
-    if longest > LONGEST_NAME or len(data) >= LONGEST_PATH:
-        excess = f"a name of {longest} bytes" if longest > LONGEST_NAME else f"{len(data)} bytes"
-        raise UsageError(
-            f"the path '{str(path)[:80]}...' is too long: it has {excess}; names have at most {LONGEST_NAME} bytes, "
-            f"paths {LONGEST_PATH - 1}"
-        )
+        os.lstat(path)
+    except ValueError as error:
+        raise UsageError(f"the path {str(path)[:80]!r} cannot be that of a file: {error}") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(f"the path '{str(path)[:80]}...' is too long") from None
     return Path(path)
 
 

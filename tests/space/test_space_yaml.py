@@ -225,7 +225,7 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(SpaceError, match="cannot write the space to"):
         space.to_yaml(tmp_path / "folder")
-    with pytest.raises(UsageError, match="contains a NUL character"):
+    with pytest.raises(UsageError, match="cannot be that of a file: embedded null byte"):
         space.to_yaml("space\0.yaml")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["binary.yaml", "control.yaml", "folder"]
 
