@@ -75,12 +75,12 @@ class KnobSettings:
     def unknown(self, reader: "SettingsReader") -> str | None:
         """Returns the name of a setting of this knob alone whose value is in no alternative; None if there is none."""
         settings_of_values = [settings for alternative in self.alternatives for settings in alternative.values()]
-        names = {name for settings in settings_of_values for name in settings}
-        if self.has_other_values or len(names) != 1 or not all(settings_of_values):
+        names = {name: None for settings in settings_of_values for name in settings}
+        if self.has_other_values or any(len(settings) != 1 for settings in settings_of_values):
             return None
-        (name,) = names
-        value = reader.get(name)
-        return None if value is None or as_flag(value) is not None else name
+        return next(
+            (name for name in names if (value := reader.get(name)) is not None and as_flag(value) is None), None
+        )
 
     def _match(self, reader: "SettingsReader") -> tuple[Any, Mapping[Any, Settings] | None]:
         """Returns the value with the most matching settings, and the alternative that they belong to."""

@@ -159,6 +159,8 @@ def prepare(reader: SettingsReader) -> None:
 def read(reader: SettingsReader) -> None:
     """Reads the devices, the strategy's sizes, and DeepSpeed's formats."""
     name = str(reader.get("trainer.strategy", _CLASS) or "")
+    if name.startswith("ddp"):  # of several ways to start it, and to find unused parameters
+        reader.knobs.setdefault("zero", 0)
     if "fsdp" in name.lower():
         reader.knobs.setdefault("zero", 3)
         _read_wrapping(reader)

@@ -355,7 +355,7 @@ def _read_model(reader: SettingsReader) -> None:
 
 def _read_chunks(reader: SettingsReader) -> None:
     """Reads the stages of a rank: two if the schedule takes several, unless the layers of each are given."""
-    order = PIPELINE_SCHEDULES[reader.knobs.setdefault("pipeline_schedule", "1f1b")]
+    order = PIPELINE_SCHEDULES[reader.knobs.get("pipeline_schedule", "1f1b")]
     if order.most == 1:
         return
     layers_per_stage = reader.whole("parallelism.pipeline_parallel_layers_per_stage")

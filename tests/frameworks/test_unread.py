@@ -66,7 +66,7 @@ def test_every_training_argument_is_read_or_harmless_or_listed():
         "activation_checkpointing_kwargs auto_find_batch_size use_cpu accelerator_config parallelism_config ddp_bucket_cap_mb "
         "ddp_static_graph deepspeed optim optim_target_modules full_determinism"
     )
-    no_switches = "fsdp_config torch_compile use_liger_kernel"  # which 3 is no value of
+    no_switches = "fsdp_config torch_compile use_liger_kernel gradient_checkpointing"  # which 3 is no value of
     assert set(reader.facts["unread"]) == {*listed.split(), *no_switches.split()}
 
 
@@ -180,6 +180,23 @@ def test_settings_of_the_file_are_told_from_the_frameworks_defaults():
 def test_an_impossible_value_of_a_knob_is_not_read():
     found = find_framework("axolotl").reading({"base_model": "x", "micro_batch_size": "two"}, "x")
     assert found.facts["unread"] == {"micro_batch_size": "two"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "unread"),
+    [
+        ("torchtitan", {"parallelism.pipeline_parallel_schedule": "DualPipeV"}, True),
+        ("torchtitan", {"parallelism.pipeline_parallel_schedule": "1F1B"}, False),
+        ("lightning", {"trainer.precision": "transformer-engine"}, True),
+        ("lightning", {"trainer.strategy": "xla"}, True),
+        *(("lightning", {"trainer.strategy": kind}, False) for kind in ("auto", "ddp_find_unused_parameters_true")),
+        ("axolotl", {"attn_implementation": "flex_attention"}, True),
+        *(("megatron", {"attention-backend": kind}, False) for kind in ("auto", "fused", "local")),
+    ],
+)
+def test_a_value_that_no_knob_has_is_listed_whatever_the_settings_names(name, settings, unread):
+    degree = {"parallelism.pipeline_parallel_degree": 2} if name == "torchtitan" else {}
+    assert find_framework(name).reading(settings | degree, "x").facts["unread"] == (settings if unread else {})
 
 
 @pytest.mark.parametrize(
