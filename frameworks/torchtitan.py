@@ -32,6 +32,8 @@ _PIECE = "parallelism.pipeline_parallel_microbatch_size"
 _ASYNC = tuple(f"{section}.enable_async_tensor_parallel" for section in ("compile", "parallelism", "experimental"))
 _MODE = "activation_checkpoint.mode"
 _COMPONENTS = "compile.components"
+_FLOAT8 = ("float8", "quantize.linear.float8")
+"""Converters to linear layers with 8-bit products."""
 _BY_SEVERAL = {
     "micro_batch": (_LOCAL, "training.batch_size", _PIECE),
     "grad_accum": (_GLOBAL,),
@@ -386,12 +388,18 @@ def _read_recomputation(reader: SettingsReader) -> None:
 
 def _read_float8(reader: SettingsReader) -> None:
     converters = reader.get("model.converters")
+    names = [str(name) for name in (converters if isinstance(converters, list) else str(converters or "").split(","))]
+    others = [name for name in names if name and name not in _FLOAT8]
+    if others:
+        reader.misunderstood("model.converters")
     reader.get("float8.enable_fsdp_float8_all_gather")
-    if "float8" in str(converters or "") or reader.flag("float8.enable_float8_linear"):
+    if len(others) < len([name for name in names if name]) or reader.flag("float8.enable_float8_linear"):
         recipe = str(reader.get("quantize.linear.float8.recipe_name", "float8.recipe_name") or "tensorwise")
         reader.knobs["precision"] = "fp8_rowwise" if recipe == "rowwise" else "fp8"
-    elif any(reader.has(f"float8.{name}") for name in ("enable_fsdp_float8_all_gather", "recipe_name")):
-        reader.note('[float8] has no effect: torchtitan converts layers with model.converters = ["float8"]')
+        return
+    for name in _FLOAT8:
+        if any(reader.has(f"{name}.{key}") for key in ("enable_fsdp_float8_all_gather", "recipe_name")):
+            reader.note(f'[{name}] has no effect: torchtitan converts layers with model.converters = ["{name}"]')
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:

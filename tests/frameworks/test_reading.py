@@ -786,6 +786,7 @@ FLOAT8 = {"float8.enable_fsdp_float8_all_gather": True}
         ("trainer", {"optim": "lion_8bit"}, None),
         ("torchtitan", FLOAT8, "[float8] has no effect"),
         ("torchtitan", FLOAT8 | {"model.converters": ["float8"]}, None),
+        ("torchtitan", {"quantize.linear.float8.recipe_name": "rowwise"}, "[quantize.linear.float8] has no effect"),
         ("lightning", {"trainer.strategy": "fsdp"}, "without auto_wrap_policy"),
         ("torchtitan", {"compile.enable_async_tensor_parallel": True}, "torchtitan refuses"),
         ("deepspeed", {"zero_optimization.stage": 2, PARAMETERS: "cpu"}, "has no effect below stage 3"),

@@ -207,6 +207,8 @@ def test_a_value_that_no_knob_has_is_listed_whatever_the_settings_names(name, se
         ("nanotron", {"tokens.micro_batch_size": 1, "parallelism.tp_recompute_allgather": False}, "tp_recompute"),
         ("axolotl", {"base_model": "gpt2", "expert_parallel_size": 2, "dp_shard_size": 2}, "expert_parallel"),
         ("megatron-bridge", {"ddp.grad_reduce_in_fp32": False}, "grad_reduce"),
+        ("torchtitan", {"model.converters": ["quantize.linear.mx"]}, "converters"),
+        ("torchtitan", {"model.converters": ["float8", "quantize.grouped_mm.float8"]}, "converters"),
     ],
 )
 def test_what_is_unlike_the_estimate_is_listed(name, settings, listed):
