@@ -41,6 +41,10 @@ def read(reader: SettingsReader) -> None:
     if (adapter := reader.get("adapter")) is not None:
         modules = reader.get("lora_target_modules")
         target = "all" if reader.flag("lora_target_linear") else modules
+        if not target and not reader.has("lora_target_parameters"):
+            reader.note(
+                "peft refuses an adapter without lora_target_modules or lora_target_linear: its choice is assumed"
+            )
         alpha, dropout = reader.whole("lora_alpha"), reader.get("lora_dropout")
         read_lora(reader, reader.whole("lora_r") or 8, target, alpha, dropout, "lora_target_modules")
         if adapter == "qlora":

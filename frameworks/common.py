@@ -194,7 +194,8 @@ def _layers_of(pattern: str) -> list[str]:
 def read_lora(
     reader: SettingsReader, rank: int, target: object, alpha: int | None, dropout: object = None, key: str = ""
 ) -> None:
-    """Reads adapters, in the format of `--lora`; a regular expression selects layers by their paths, in the setting `key`."""
+    """Reads adapters, in the format of `--lora`; a regular expression selects layers by their paths, in the setting `key`.
+    Without a `target` the layers are peft's choice for the family."""
     names = (
         [str(layer) for layer in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
     )
@@ -203,9 +204,10 @@ def read_lora(
         if names:
             reader.note(f"{reader.name(key)} = {target} is taken for the layers {', '.join(names)} of every block")
         else:
+            names = ["all-linear"]
             reader.misunderstood(key)
-    chosen = "all-linear" if not names or names in (["all"], ["all-linear"]) else "+".join(names)
-    reader.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank},target={chosen}"
+    chosen = "all-linear" if names in (["all"], ["all-linear"]) else "+".join(names)
+    reader.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank}" + (f",target={chosen}" if names else "")
     if isinstance(share := number(dropout), float) and 0 < share < 1:
         reader.facts["lora"] += f",dropout={share:g}"
 

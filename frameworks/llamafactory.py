@@ -61,7 +61,7 @@ def read(reader: SettingsReader) -> None:
         reader.facts["global_batch"] = total
     kind = reader.get("finetuning_type") or "lora"
     if kind == "lora":
-        target = reader.get("lora_target")
+        target = reader.get("lora_target") or "all"
         dropout = reader.get("lora_dropout")
         read_lora(reader, reader.whole("lora_rank") or 8, target, reader.whole("lora_alpha"), dropout, "lora_target")
     elif kind == "freeze":

@@ -753,6 +753,8 @@ UNREAD = (
         ("torchtitan", {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 4,
                         "training.global_batch_size": 64}, {"flushed_samples": 4, "micro_batch": 1}),
         ("llamafactory", {"cutoff_len": "4k"}, {"unread": {"cutoff_len": "4k"}}),
+        ("trl", {"use_peft": True}, {"lora": "r=16,alpha=32,dropout=0.05"}),  # of peft's choice
+        ("llamafactory", {"stage": "sft"}, {"lora": "r=8,alpha=16,target=all-linear"}),
         ("trl", {"subcommand": "dpo", "use_liger_kernel": True}, {"kernels": True}),
         *(("llamafactory", {"stage": stage, "enable_liger_kernel": True}, {"kernels": fused})
           for stage, fused in (("sft", True), ("dpo", False), ("rm", False))),
@@ -913,7 +915,7 @@ WRITTEN = {
         (
             QLORA,
             {
-                "lora": "r=32,alpha=32,target=all-linear,dropout=0.05",
+                "lora": "r=32,alpha=32,dropout=0.05",
                 "checkpoint_ratio": 1,
                 "precision": "bf16",
                 "seq_len": 1024,
