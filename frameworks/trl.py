@@ -6,7 +6,7 @@ from typing import Any
 
 from . import deepspeed
 from .common import read_lora, read_quantized, read_stage
-from .framework import SettingsReader, framework_of
+from .framework import SettingsReader, framework_of, number
 from .trainer import KNOBS, conventions, option, prepare, read as read_trainer, write
 
 SUBCOMMAND = "subcommand"
@@ -22,6 +22,8 @@ _OF_TRAINERS = {
 
 _GENERATES = ("grpo", "rloo")
 """Trainers whose samples are prompts with generated completions."""
+_FUSED = ("sft", "dpo", "kto", *_GENERATES)
+"""Trainers whose models project and score a tile of tokens at a time (`add_fused_lm_head`), without all logits."""
 
 
 def _prepare(reader: SettingsReader) -> None:
@@ -47,7 +49,7 @@ def _read(reader: SettingsReader) -> None:
     read_trainer(reader)
     kind = reader.get(SUBCOMMAND)
     if kind in _GENERATES:  # a prompt and a completion, with the lengths of GRPOConfig
-        prompt, completion = reader.whole("max_prompt_length") or 512, reader.whole("max_completion_length") or 256
+        prompt, completion = reader.whole("max_prompt_length") or 512, reader.whole("max_completion_length") or 512
         if reader.has("max_prompt_length") or reader.has("max_completion_length"):
             reader.facts["seq_len"] = prompt + completion
         else:
@@ -67,8 +69,7 @@ def _read(reader: SettingsReader) -> None:
     if reader.flag("activation_offloading"):
         reader.conventions["offload_activations"] = True
     _read_accelerate(reader)
-    loss = reader.get("loss_type")
-    if kind == "sft" and loss == "chunked_nll" and not reader.flag("use_liger_kernel"):
+    if kind in _FUSED and not (kind == "sft" and number(reader.get("label_smoothing_factor"))):
         reader.conventions["loss"] = "chunked"
     if kind == "sft" and not reader.flag("packing"):
         reader.note("samples may be shorter than max_length (no packing): the estimate is of full ones")

@@ -753,6 +753,9 @@ UNREAD = (
         ("torchtitan", {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 4,
                         "training.global_batch_size": 64}, {"flushed_samples": 4, "micro_batch": 1}),
         ("llamafactory", {"cutoff_len": "4k"}, {"unread": {"cutoff_len": "4k"}}),
+        *(("trl", {"subcommand": kind} | smoothed, {"loss": loss}) for kind, smoothed, loss in (
+            ("sft", {"label_smoothing_factor": 0.1}, None), ("grpo", {}, "chunked"), ("reward", {}, None))),
+        ("trl", {"subcommand": "grpo"}, {"seq_len": 1024}),
         ("trl", {"use_peft": True}, {"lora": "r=16,alpha=32,dropout=0.05"}),  # of peft's choice
         ("llamafactory", {"stage": "sft"}, {"lora": "r=8,alpha=16,target=all-linear"}),
         ("trl", {"subcommand": "dpo", "use_liger_kernel": True}, {"kernels": True}),
@@ -1141,10 +1144,10 @@ def test_a_torchtitan_option_with_no_switches_a_setting_off(folder):
          {"unsharded_gradients": False, "master_weights": "fp32"}),
         ("trl sft --model_name_or_path gpt2 --accelerate_config mine", {"unread": {"accelerate_config": "mine"}}, {}),
         ("trl sft --model_name_or_path gpt2 --activation_offloading true", {"unread": {}}, {"offload_activations": True}),
-        ("trl sft --model_name_or_path m", {}, {"loss": None}),
+        ("trl sft --model_name_or_path m", {}, {"loss": "chunked"}),
         ("trl sft --model_name_or_path m --loss_type chunked_nll", {}, {"loss": "chunked"}),
-        ("trl sft --model_name_or_path m --loss_type chunked_nll --use_liger_kernel true", {}, {"loss": None}),
-        ("trl dpo --model_name_or_path m", {}, {"loss": None}),
+        ("trl sft --model_name_or_path m --loss_type chunked_nll --use_liger_kernel true", {}, {"loss": "chunked"}),
+        ("trl dpo --model_name_or_path m", {}, {"loss": "chunked"}),
         ("python -m torchtitan.train --model.name llama3 --model.flavor 8B", {}, {"loss": "plain"}),
         (f"{ONE_RANK} --bf16", {}, {"gradient_dtype": "fp32"}),
         (f"{ONE_RANK} --bf16 --grad-reduce-in-bf16", {}, {"gradient_dtype": "bf16"}),
