@@ -27,6 +27,9 @@ def _prepare(reader: SettingsReader) -> None:
     # `auto` is the default: bf16 on devices of compute capability 8. `full` has bf16 in evaluations too.
     if (not reader.has("bf16") and not reader.flag("fp16")) or reader.get("bf16") == "full":
         reader.override("bf16", True)
+    if not reader.flag("torch_compile"):  # axolotl passes them on beside it only
+        reader.override("torch_compile_mode", None)
+        reader.override("torch_compile_backend", None)
     prepare(reader)
 
 

@@ -25,7 +25,7 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import SettingsReader, framework_of, knob_table, nested, text_of
+from .framework import SettingsReader, framework_of, knob_table, nested, number, text_of
 from .target import Target, as_json, as_yaml
 
 CHECKED = ("transformers", "5.23")
@@ -233,7 +233,10 @@ TARGET = Target(
 
 
 def prepare(reader: SettingsReader) -> None:
-    """Fills in the defaults of TrainingArguments for missing FSDP settings."""
+    """Fills in the defaults of TrainingArguments for missing FSDP settings, and compilation, which its mode or backend
+    switches on."""
+    if reader.get("torch_compile_mode", "torch_compile_backend") is not None:
+        reader.override("torch_compile", True)
     fsdp = reader.get("fsdp")
     if fsdp is not None and reader.flag("fsdp") is not False:
         reader.set(_RESHARD, True)
@@ -258,6 +261,13 @@ def read(reader: SettingsReader) -> None:
     if narrow and not (reader.knobs.get("precision") == "bf16" and reader.knobs.get("zero", 0) >= 2):
         reader.conventions["precision"] = "bf16_pure"
     read_optimizer(reader, "optim", "optimizer")
+    if number(reader.get("label_smoothing_factor")):
+        reader.misunderstood("label_smoothing_factor")
+        if reader.knobs.get("kernels"):
+            reader.knobs["kernels"] = False
+        reader.note(
+            "label_smoothing_factor: the Trainer takes log-probabilities of whole logits, whose copy is not counted"
+        )
     read_evaluation(reader)
 
 

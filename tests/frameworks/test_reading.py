@@ -757,6 +757,12 @@ UNREAD = (
             ("sft", {"label_smoothing_factor": 0.1}, None), ("grpo", {}, "chunked"), ("reward", {}, None))),
         ("trl", {"subcommand": "grpo"}, {"seq_len": 1024}),
         ("trl", {"use_peft": True}, {"lora": "r=16,alpha=32,dropout=0.05"}),  # of peft's choice
+        *((name, {setting: "inductor"} | stated, {"fusion": fusion}) for name, setting, stated, fusion in (
+            ("trainer", "torch_compile_backend", {}, True), ("trl", "torch_compile_mode", {}, True),
+            ("axolotl", "torch_compile_mode", {}, None), ("axolotl", "torch_compile_mode", {"torch_compile": True}, True))),
+        ("trainer", {"label_smoothing_factor": 0.1, "use_liger_kernel": True},
+         {"kernels": False, "unread": {"label_smoothing_factor": 0.1}}),
+        ("trainer", {"label_smoothing_factor": 0.0}, {"unread": {}}),
         ("llamafactory", {"stage": "sft"}, {"lora": "r=8,alpha=16,target=all-linear"}),
         ("trl", {"subcommand": "dpo", "use_liger_kernel": True}, {"kernels": True}),
         *(("llamafactory", {"stage": stage, "enable_liger_kernel": True}, {"kernels": fused})

@@ -64,9 +64,9 @@ def test_every_training_argument_is_read_or_harmless_or_listed():
     reader = find_framework("trainer").reading({name: 3 for name in names if name not in ("bf16", "fp16")}, "x")
     listed = (
         "activation_checkpointing_kwargs auto_find_batch_size use_cpu accelerator_config parallelism_config ddp_bucket_cap_mb "
-        "ddp_static_graph deepspeed optim optim_target_modules full_determinism"
+        "ddp_static_graph deepspeed optim optim_target_modules full_determinism label_smoothing_factor"
     )
-    no_switches = "fsdp_config torch_compile use_liger_kernel gradient_checkpointing"  # which 3 is no value of
+    no_switches = "fsdp_config use_liger_kernel gradient_checkpointing"  # which 3 is no value of
     assert set(reader.facts["unread"]) == {*listed.split(), *no_switches.split()}
 
 
