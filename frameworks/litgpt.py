@@ -41,7 +41,7 @@ def prepare(reader: SettingsReader) -> None:
 
 def read(reader: SettingsReader) -> None:
     """Reads the batch, with the subcommand's defaults (TrainArgs), the devices, the adapters, and recomputation, which
-    finetuning by FSDP has for each block (litgpt/finetune).
+    finetuning by FSDP has for each block (litgpt/finetune), and what pretraining alone has: compilation and hybrid shards.
     """
     command = str(reader.get("subcommand") or "pretrain")
     finetunes = command.startswith("finetune")
@@ -79,7 +79,12 @@ def read(reader: SettingsReader) -> None:
         )
     elif command not in ("finetune_full", "pretrain"):
         reader.misunderstood("subcommand")
+    elif command == "pretrain":
+        reader.default("fusion", True)  # torch.compile(model)
+        reader.facts["hybrid"] = True  # sharding_strategy="HYBRID_SHARD"
     read_quantized(reader, "quantize")
+    if reader.has("quantize") and (devices or 1) * hosts > 1:
+        reader.note("LitGPT refuses quantize on more than one device")
     read_optimizer(reader, "optimizer", "optimizer.class_path")
     if finetunes and (devices or 1) * hosts > 1:
         reader.default("checkpoint_ratio", 1)  # activation_checkpointing_policy={Block}

@@ -631,7 +631,10 @@ def test_litgpts_subcommand_decides_on_adapters_and_recomputation(folder):
     full = read("litgpt finetune_full m --devices 4")
     assert (full.lora, full.config["checkpoint_ratio"]) == (None, 1)
     whole = read("litgpt pretrain m --devices 4")
-    assert (whole.lora, whole.config["checkpoint_ratio"]) == (None, 0)
+    assert (whole.lora, whole.config["checkpoint_ratio"], whole.config["fusion"]) == (None, 0, True)
+    assert read("litgpt pretrain m --devices 4 --num_nodes 2").config["hsdp"] == 2
+    assert "fusion" not in full.config and "hsdp" not in whole.config
+    assert any("refuses quantize" in note for note in read("litgpt finetune m --devices 2 --quantize bnb.nf4").notes)
 
 
 def test_litgpts_options_replace_settings_of_its_file(folder):
