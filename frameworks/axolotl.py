@@ -27,6 +27,9 @@ def _prepare(reader: SettingsReader) -> None:
     # `auto` is the default: bf16 on devices of compute capability 8. `full` has bf16 in evaluations too.
     if (not reader.has("bf16") and not reader.flag("fp16")) or reader.get("bf16") == "full":
         reader.override("bf16", True)
+    reader.set("eval_batch_size", reader.whole("micro_batch_size") or 1)
+    if reader.get("eval_steps", "evals_per_epoch") is not None:
+        reader.set("eval_strategy", "steps")
     if not reader.flag("torch_compile"):  # axolotl passes them on beside it only
         reader.override("torch_compile_mode", None)
         reader.override("torch_compile_backend", None)

@@ -274,11 +274,12 @@ def read(reader: SettingsReader) -> None:
 def read_evaluation(reader: SettingsReader) -> None:
     """Marks the batch of evaluations as not read where it is larger than that of the training, whose logits it then exceeds."""
     evaluates = str(reader.get("eval_strategy", "evaluation_strategy") or "no") != "no" or reader.flag("do_eval")
-    size = reader.whole("per_device_eval_batch_size") or 8
+    setting = reader.name("per_device_eval_batch_size", "eval_batch_size")  # of the Trainer, and of axolotl
+    size = reader.whole(setting) or 8
     if evaluates and size > (reader.knobs.get("micro_batch") or 8):
-        reader.set("per_device_eval_batch_size", size)
-        reader.misunderstood("per_device_eval_batch_size")
-        default = "" if reader.has("per_device_eval_batch_size") else ", the default"
+        reader.set(setting, size)
+        reader.misunderstood(setting)
+        default = "" if reader.has(setting) else ", the default"
         reader.note(
             f"evaluations have {size} samples at once{default}, more than training: their logits are not estimated"
         )

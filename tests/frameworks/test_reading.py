@@ -766,6 +766,9 @@ UNREAD = (
         ("trainer", {"label_smoothing_factor": 0.1, "use_liger_kernel": True},
          {"kernels": False, "unread": {"label_smoothing_factor": 0.1}}),
         ("trainer", {"label_smoothing_factor": 0.0}, {"unread": {}}),
+        *(("axolotl", {"micro_batch_size": 2, **evaluated}, {"unread": unread}) for evaluated, unread in (
+            ({"eval_strategy": "steps"}, {}), ({"eval_batch_size": 8}, {}), ({"evals_per_epoch": 1, "eval_batch_size": 2}, {}),
+            ({"evals_per_epoch": 1, "eval_batch_size": 8}, {"eval_batch_size": 8}))),
         ("llamafactory", {"stage": "sft"}, {"lora": "r=8,alpha=16,target=all-linear"}),
         ("trl", {"subcommand": "dpo", "use_liger_kernel": True}, {"kernels": True}),
         *(("llamafactory", {"stage": stage, "enable_liger_kernel": True}, {"kernels": fused})
