@@ -9,7 +9,7 @@ import numpy as np
 from ..base.device import DESCRIBED, Device
 from ..base.errors import SpaceError, UsageError
 from ..knobs.lossy import Lossy, lossy_in
-from ..knobs.strategy import ON_REQUEST, checked
+from ..knobs.strategy import ON_REQUEST, STANDARD, checked
 from ..models.spaces import lossy_of_space
 from ..space import Choices, Config, Space
 from .estimate import Estimate, EstimateTable, joined
@@ -268,6 +268,11 @@ def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
     if unknown_names:
         from ..base.errors import unknown
 
+        if (name := unknown_names[0]) in STANDARD:
+            raise SpaceError(
+                f"{name} is not a knob for this model on these devices; it may need more of them (--devices): `redline space` "
+                "says why a knob is missing"
+            )
         raise SpaceError(unknown("knob", unknown_names[0], {*free, *ON_REQUEST}))
     config = _nearest(space, {name: value for name, value in values.items() if name not in on_request})
     if "strategy" in on_request:

@@ -88,6 +88,7 @@ BAD = [
     (["estimate", "gpt2-tiny", "--hardware", "no_such.yaml"], "no_such.yaml cannot be read"),
     (["estimate", "gpt2-tiny", "--hardware", "h100", "--config", "tp"], "must look like"),
     (["estimate", "gpt2-tiny", "--hardware", "h100", "--config", "micro_bach=2"], "did you mean 'micro_batch'"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--config", "tp=2"], "it may need more of them (--devices)"),
     (["estimate", "gpt2-tiny", "--hardware", "h100", "--top", "0"], "0"),
     (
         ["estimate", "--layers", "3", "--hidden", "64"],
