@@ -72,7 +72,7 @@ def _read(reader: SettingsReader) -> None:
     if kind in _FUSED and not (kind == "sft" and number(reader.get("label_smoothing_factor"))):
         reader.conventions["loss"] = "chunked"
         reader.note(
-            "the loss is that of TRL 1.16, without all logits; versions before it form them and need more memory"
+            "the loss is that of TRL 1.16, without all logits; versions before it form them (--assume loss=plain)"
         )
     if kind == "sft" and not reader.flag("packing"):
         reader.note("samples may be shorter than max_length (no packing): the estimate is of full ones")
