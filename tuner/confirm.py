@@ -47,6 +47,8 @@ ROUNDS_TO_TIE = 3
 """Rounds after which contenders closer than `EQUAL` count as equal."""
 SHARE_OF_SEARCH = 0.3
 """Limit on the time of rounds beyond the fewest, as a share of the trials' time."""
+SHARE_IF_UNSTEADY = 1.3
+"""The same where other work has slowed down most of the measurements of a contender."""
 FAR_OFF = 1.25
 """Ratio of the first measurement to the re-measurement (or its inverse) above which the user is informed."""
 ROUND_PENALTY = 0.01
@@ -93,9 +95,10 @@ class Confirmation:
         try:
             while active and len(self.rounds) < MOST_ROUNDS:
                 counted = self._counted()
-                enough = all(counted[trial.number] >= FEWEST_ROUNDS for trial in active)
-                left_s = SHARE_OF_SEARCH * spent - (self.watch.elapsed - begin)
-                if self.watch.left <= 0 or (enough and left_s <= 0):
+                steady = all(counted[trial.number] >= FEWEST_ROUNDS for trial in active)
+                limit_s = spent * (SHARE_OF_SEARCH if steady else SHARE_IF_UNSTEADY)
+                few = any(self._times[trial.number] < FEWEST_ROUNDS for trial in active)
+                if self.watch.left <= 0 or (not few and self.watch.elapsed - begin >= limit_s):
                     break
                 if not self._round(active):
                     break

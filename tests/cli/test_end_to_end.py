@@ -112,7 +112,7 @@ def test_a_run_ends_with_the_winner_its_gain_and_its_files(folder, monkeypatch, 
     best = yaml.safe_load((folder / "run" / "best.yaml").read_text())
     assert best["gain"] >= 0.9
     assert best["default"]["configuration"]["micro_batch"] == 8
-    assert len(best["best"]["remeasured"]) >= 2
+    assert best["best"]["remeasured"]  # only one, if other work slowed down all the others
     assert "--fix micro_batch=" in best["reproduce"]
     table = rows(folder)
     assert [row["trial"] for row in table] == [str(number) for number in range(6)]
