@@ -36,6 +36,8 @@ CLOSE_S = 15.0
 """Time for Ray to shut down, s."""
 BEAT_S = 3.0
 """Interval between checks that Ray and the hosts answer, s."""
+ANY_CLUSTER = "ab" * 28
+"""An id that no cluster has, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,6 +211,7 @@ def _join(address: str | None) -> RedlineError | None:
             options |= {"address": "local", "include_dashboard": False}
         else:
             check_listens(address)
+            _authenticate(address)
             _check_node(address)
             options["address"] = address
         with warnings.catch_warnings():
@@ -216,12 +219,9 @@ def _join(address: str | None) -> RedlineError | None:
             ray.init(**options)
     except RedlineError as error:
         return error
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        if address is None:
-            return _not_joined("starting Ray on this machine", error)
-        failed = _not_joined(f"joining the Ray cluster at {address!r}", error)
-        failed.add_note("A cluster that requires a token needs RAY_AUTH_MODE=token.")
-        return failed
+    except (OSError, RuntimeError, ValueError) as error:
+        action = f"joining the Ray cluster at {address!r}" if address else "starting Ray on this machine"
+        return _not_joined(action, error)
     return None
 
 
@@ -230,6 +230,42 @@ def _not_joined(action: str, error: Exception) -> RunnerError:
     # A note, since a server, whose only devices are Ray's, shows the error alone.
     failure.add_note(f"`{option('runner', 'local')}` works without Ray.")
     return failure
+
+
+def _authenticate(address: str) -> None:
+    """Enables Ray's token authentication if the cluster at an address requires it. Ray itself does so for "auto" alone.
+
+    The cluster is asked first: the workers of one without tokens cannot call a driver that requires them.
+
+    Raises:
+        RunnerError: the cluster requires a token, and none was found or it is another one.
+    """
+    from ray._private.authentication import authentication_token_setup as tokens
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray.exceptions import AuthenticationError
+
+    cluster = canonicalize_bootstrap_address(address)
+    if cluster is None:
+        return  # Ray is started, or reports that there is no cluster
+
+    places = (
+        "the environment variable RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token; on a host "
+        "of the cluster `ray get-auth-token` prints it"
+    )
+    try:
+        tokens.ensure_token_if_auth_enabled(create_token_if_missing=False)  # without one, Ray would abort this process
+        if not _refuses(cluster):
+            return
+        enabled = tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    except AuthenticationError:
+        enabled = False
+    if not enabled and os.environ.get(tokens.AUTH_MODE_ENV_VAR, "token") != "token":
+        mode = f"{tokens.AUTH_MODE_ENV_VAR}={os.environ[tokens.AUTH_MODE_ENV_VAR]}"
+        raise RunnerError(f"the Ray cluster at {address!r} requires a token, but {mode} disables them")
+    if not enabled:
+        raise RunnerError(f"the Ray cluster at {address!r} requires a token, and none was found in {places}")
+    if _refuses(cluster):
+        raise RunnerError(f"the Ray cluster at {address!r} requires another token than that of {places}")
 
 
 def _check_node(address: str) -> None:
@@ -245,6 +281,19 @@ def _check_node(address: str) -> None:
             f"this host is not a node of the Ray cluster at {address!r}. `ray start --address={address} --num-cpus 0 "
             "--num-gpus 0` makes it one without devices, from which searches can be run; `ray stop` ends that"
         )
+
+
+def _refuses(address: str) -> bool:
+    """Returns True if a cluster refuses this process's token, or that it has none."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # of Cython
+    from ray.exceptions import AuthenticationError
+
+    try:
+        # Without a cluster's id the client would ask for it, and repeat that for ten seconds.
+        GcsClient(address=address, cluster_id=ANY_CLUSTER).check_alive([], timeout=CLOSE_S)
+    except AuthenticationError as error:
+        return "InvalidAuthToken" in str(error)
+    return False
 
 
 def _listens(address: str) -> bool:

@@ -14,8 +14,7 @@ import sys
 import ray
 from redline.runners.place import ray_driver
 
-error = ray_driver._join(sys.argv[1])
-print(error, *getattr(error, "__notes__", ()))
+print(ray_driver._join(sys.argv[1]))
 if ray.is_initialized():
     @ray.remote
     class Reader:
@@ -39,21 +38,42 @@ def join(address, home, **environment):
     return joins.stdout.split("\n")[:-1]
 
 
+def write_token(home, token):
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text(token)
+    return home
+
+
 @pytest.fixture(scope="module")
 def guarded():
     with joined(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as (address, _):
         yield address
 
 
-def test_a_token_joins_the_cluster_at_an_address(guarded, tmp_path):
-    assert join(guarded, tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) == ["None", "1000000"]
+def test_a_token_in_the_default_file_joins_the_cluster_at_an_address(guarded, tmp_path):
+    assert join(guarded, write_token(tmp_path, TOKEN)) == ["None", "1000000"]
 
 
-@pytest.mark.parametrize(
-    "environment", [{}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64}], ids=["none", "another"]
-)
-def test_a_missing_token_and_another_one_are_errors_of_the_runner(guarded, tmp_path, environment):
-    output = " ".join(join(guarded, tmp_path, **environment))
-    assert output.startswith(f"joining the Ray cluster at '{guarded}' failed: ") and output.endswith(
-        "needs RAY_AUTH_MODE=token."
-    )
+def test_a_token_in_the_environment_or_in_a_file_that_it_names_joins_too(guarded, tmp_path):
+    (tmp_path / "mine").write_text(TOKEN)
+    assert join(guarded, tmp_path, RAY_AUTH_TOKEN=TOKEN) == ["None", "1000000"]
+    assert join(guarded, tmp_path, RAY_AUTH_TOKEN_PATH=str(tmp_path / "mine")) == ["None", "1000000"]
+
+
+@pytest.mark.parametrize("mode", [{}, {"RAY_AUTH_MODE": "token"}], ids=["unset", "token"])
+def test_a_missing_token_is_named_with_the_places_where_it_is_looked_for(guarded, tmp_path, mode):
+    (line,) = join(guarded, tmp_path, **mode)
+    assert line.startswith(f"the Ray cluster at '{guarded}' requires a token, and none was found in")
+    assert all(place in line for place in ("RAY_AUTH_TOKEN,", "RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token"))
+
+
+def test_another_token_and_disabled_tokens_are_named(guarded, tmp_path):
+    (line,) = join(guarded, tmp_path, RAY_AUTH_TOKEN="b" * 64)
+    assert line.startswith(f"the Ray cluster at '{guarded}' requires another token than that of")
+    (line,) = join(guarded, tmp_path, RAY_AUTH_MODE="disabled")
+    assert line == f"the Ray cluster at '{guarded}' requires a token, but RAY_AUTH_MODE=disabled disables them"
+
+
+def test_a_token_of_this_host_does_not_disturb_a_cluster_without_tokens(tmp_path):
+    with joined(RAY_AUTH_MODE="disabled") as (address, _):
+        assert join(address, write_token(tmp_path, TOKEN)) == ["None", "1000000"]
