@@ -50,7 +50,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 INTERRUPTED_S = 60.0
 """Time for the process of a cancelled search to end its trials, s."""
 MOST_EARLIER = 4
-"""Earlier searches that a search learns from."""
+"""Earlier searches that a search begins with."""
 MOST_LOOKED_AT = 100
 """Latest finished searches that are considered for that."""
 MOST_READ = 4 << 20
@@ -396,7 +396,7 @@ class Searchers:
             folder_of(self._options.folder, earlier.id)
             for earlier in candidates
             if [earlier.request.get(name) for name in TARGETS] == target
-            and earlier.trials
+            and earlier.best
             and (earlier.ended or 0.0) <= (search.started or 0.0)
         ]
         return [folder for folder in same if folder.is_dir()][:MOST_EARLIER]

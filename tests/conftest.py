@@ -21,7 +21,7 @@ import cloudpickle
 import pytest
 import torch
 from kept_agent import _one_agent, kept_agent  # noqa: F401
-from redline.base.forked import die_with_parent
+from redline.runners.host.process import die_with_parent
 
 # Inductor would reuse earlier compilations with other vector instructions than they were compiled for.
 # A separate cache avoids that.

@@ -97,8 +97,8 @@ class Confirmation:
                 counted = self._counted()
                 steady = all(counted[trial.number] >= FEWEST_ROUNDS for trial in active)
                 limit_s = spent * (SHARE_OF_SEARCH if steady else SHARE_IF_UNSTEADY)
-                few = any(self._times[trial.number] < FEWEST_ROUNDS for trial in active)
-                if self.watch.left <= 0 or (not few and self.watch.elapsed - begin >= limit_s):
+                all_twice = all(self._times[trial.number] >= FEWEST_ROUNDS for trial in active)
+                if self.watch.left <= 0 or (all_twice and self.watch.elapsed - begin >= limit_s):
                     break
                 if not self._round(active):
                     break
@@ -241,8 +241,8 @@ class Confirmation:
         close = all(comparison.gap(top, trial.number) < EQUAL for trial in rivals)
         if close and all(self._times[trial.number] >= ROUNDS_TO_TIE for trial in rivals):
             rivals = []
-        shown = self._counted()[top] >= FEWEST_ROUNDS
-        return [by_number[top], *rivals, *challengers] if rivals or challengers or not shown else []
+        is_confirmed = self._counted()[top] >= FEWEST_ROUNDS
+        return [by_number[top], *rivals, *challengers] if rivals or challengers or not is_confirmed else []
 
     def _counted(self) -> Counter[int]:
         """Number of undisturbed measurements of each contender."""
@@ -361,7 +361,7 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> RoundsModel:
     effects = coefficients[contenders:]
     return RoundsModel(
         level={number: float(coefficients[index]) for index, number in enumerate(numbers)},
-        round_effect=[float(effect) for effect in effects],
+        round_effect=effects.tolist(),
         variance=(residual + _PRIOR_DEGREES * typical**2) / (degrees + _PRIOR_DEGREES),
         degrees=degrees + _PRIOR_DEGREES,
         _covariance={(a, b): float(inverse[i, j]) for i, a in enumerate(numbers) for j, b in enumerate(numbers)},

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
-from ...base.forked import die_with_parent
 from ...base.gpus import gpus_described
 from ...base.scratch import remove
-from .process import adopt_orphans, kill_descendants, reap
+from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 from .protocol import Channel, Received, receive_call
 
 LONGEST_ADDRESS = 107

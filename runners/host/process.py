@@ -16,17 +16,33 @@ from pathlib import Path
 
 import psutil
 
-from ...base.forked import prctl
 from ...base.reading import tail_inside
 from ...base.scratch import Scratch
 from ...frameworks.export_input import MEASURED_WITH
 from .protocol import hang_up
 
-# linux/prctl.h
-_PR_SET_NAME = 15
-_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # <linux/prctl.h>
 LONGEST_NAME = 15
 """Longest name of a process, bytes (`man 2 prctl`)."""
+
+
+def prctl(option: int, value: int) -> None:
+    """Calls `prctl` with one argument (`man 2 prctl`).
+
+    Raises:
+        OSError: it failed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), f"prctl({option}, {value})")
+
+
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when `parent`, which forked it, ends (`man 2 PR_SET_PDEATHSIG`)."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def call_this_process(name: str) -> None:

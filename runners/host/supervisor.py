@@ -11,14 +11,21 @@ from dataclasses import InitVar, dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from ...base.forked import die_with_parent
 from ...results import Status
 from ..trial import failure
 from ..trial.job import Begun, Compiling, Job, Outcome, RankOutcome
 from ..trial.memory import SAMPLE_S, Shortage, wait_for_room
 from ..trial.rank import DUMP_STACKS, run_rank
 from .log import LogFile
-from .process import Deadline, adopt_orphans, builds_released, family, kill_descendants, offer_to_oom_killer
+from .process import (
+    Deadline,
+    adopt_orphans,
+    builds_released,
+    die_with_parent,
+    family,
+    kill_descendants,
+    offer_to_oom_killer,
+)
 from .protocol import CANCEL, Received
 
 GRACE_S = 0.2

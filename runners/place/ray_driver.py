@@ -23,10 +23,9 @@ from typing import Any, NoReturn
 
 from ...base.device import Device
 from ...base.errors import RedlineError, RunnerError
-from ...base.forked import die_with_parent
 from ...base.option import option
 from ...base.scratch import remove
-from ..host.process import adopt_orphans, kill_descendants
+from ..host.process import adopt_orphans, die_with_parent, kill_descendants
 from ..host.protocol import Channel, Received, keep_alive, receive_call, serve
 from ..trial import failure
 from ..trial.job import Outcome

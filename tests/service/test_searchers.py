@@ -304,8 +304,9 @@ def test_use_is_charged_while_a_server_runs(searchers, store, submit, monkeypatc
     assert store.search(search).used_s == used_s
 
 
-def test_a_search_learns_from_finished_ones_of_the_same_model(searchers, store, submit, tmp_path):
+def test_a_search_begins_with_winners_of_the_same_model(searchers, store, submit, tmp_path):
     searches = [submit("succeeds") for _ in range(2)]
+    submit("succeeds", request={"finds": "nothing"})
     submit("fails")
     looked(searchers, lambda: not store.contenders())
     bob = store.add_user("bob")

@@ -61,4 +61,4 @@ if play in ("runs", "starts slowly", "ignores an interrupt"):
     while True:
         time.sleep(0.1)
 write("finished", trial=0, done=1)
-end("done", "all tried", best={"throughput": 3.0})
+end("done", "all tried", best=None if task["request"].get("finds") == "nothing" else {"throughput": 3.0})
