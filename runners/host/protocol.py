@@ -13,11 +13,9 @@ processes itself, cannot end one that hangs, and does not state why one died.
 
 import contextlib
 import itertools
-import math
 import os
 import socket
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -143,10 +141,7 @@ class Call:
 
 
 class Caller:
-    """Calls functions of a peer. Thread-safe.
-
-    A thread that waits for a reply reads the connection for all of them, so that no thread is needed: a process with
-    another thread must not fork. After `watch` a thread reads all the time, and a lost peer is detected at once.
+    """Calls functions of a peer. Thread-safe. A thread reads the replies.
 
     Args:
         connection: to the peer.
@@ -170,24 +165,15 @@ class Caller:
         self._numbers = itertools.count(1)
         self._open: dict[int, Call] = {}
         self._reason: str | None = None
-        self._reading = self._closed = False
-        self._patience_s, self._silence_s, self._received = start_s, silence_s, time.monotonic()
-        self._thread: threading.Thread | None = None
-
-    def watch(self, name: str) -> None:
-        """Reads all the time from now on, in a thread of this name."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self.wait, args=(lambda: False,), daemon=True, name=name)
-            self._thread.start()
+        self._closed = False
+        self._patience_s, self._silence_s = start_s, silence_s
+        self._reader = threading.Thread(target=self._read, daemon=True, name="replies")
+        self._reader.start()
 
     @property
     def lost(self) -> bool:
         """True if the peer is known to be lost, so that no further reply comes."""
         return self._reason is not None
-
-    def look(self) -> bool:
-        """Reads the messages that are there. Returns True if the peer is lost."""
-        return self.wait(lambda: False, 0)
 
     def begin(self, method: str, *arguments: Any) -> Call:
         """Sends a call and returns it at once. If the peer is lost, its result is the error."""
@@ -220,44 +206,21 @@ class Caller:
             self._lose(error)
 
     def wait(self, over: Callable[[], bool], within_s: float | None = None) -> bool:
-        """Reads messages until `over()` is true or the peer is lost. Returns False if that takes longer."""
-        end = math.inf if within_s is None else time.monotonic() + within_s
+        """Waits until `over()` is true or the peer is lost. Returns False if that takes longer."""
         with self._changed:
-            while not over() and self._reason is None:
-                remaining_s = None if end == math.inf else max(0.0, end - time.monotonic())
-                if self._reading:
-                    if not self._changed.wait(remaining_s) and not over():
-                        return False
-                    continue
-                self._reading = True
-                self._changed.release()
-                try:
-                    received = self._read(remaining_s)
-                finally:
-                    self._changed.acquire()
-                    self._reading = False
-                    self._changed.notify_all()
-                if not received and time.monotonic() >= end and not over():
-                    return False
-        return True
+            return self._changed.wait_for(lambda: over() or self.lost, within_s)
 
-    def _read(self, within_s: float | None) -> bool:
-        """Handles the next message. Returns False if the peer sends none within that time."""
-        try:
-            silent_at = math.inf if self._patience_s is None else self._received + self._patience_s
-            until_silent = max(0.0, silent_at - time.monotonic())
-            patience = min(until_silent, math.inf if within_s is None else within_s)
-            if not self._channel.poll(None if patience == math.inf else patience):
-                if time.monotonic() < silent_at:
-                    return False
-                raise TimeoutError(f"has not answered for {self._patience_s:g} s")
-            self._handle(*self._channel.receive())
-        except Exception as error:  # any that an unreadable message raises; open calls fail with it
-            self._lose(error)
-        return True
+    def _read(self) -> None:
+        """Handles messages until the peer is lost."""
+        while not self.lost:
+            try:
+                if not self._channel.poll(self._patience_s):
+                    raise TimeoutError(f"has not answered for {self._patience_s:g} s")
+                self._handle(*self._channel.receive())
+            except Exception as error:  # any that an unreadable message raises; open calls fail with it
+                self._lose(error)
 
     def _handle(self, kind: str, number: int, *items: Any) -> None:
-        self._received = time.monotonic()
         if kind == ALIVE:
             self._patience_s = self._silence_s
             return
@@ -301,11 +264,7 @@ class Caller:
         """Closes the connection. Open calls fail. May be called twice, but not by `on_lost`."""
         self._closed = True
         self._channel.hang_up()
-        self.wait(lambda: False)
-        if self._thread is not None:
-            self._thread.join()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._reading)
+        self._reader.join()
         self._channel.close()
 
 

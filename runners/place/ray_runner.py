@@ -126,10 +126,7 @@ class RayRunner(DryRunner):
         return driver
 
     def dispatch(self, job: Job) -> Outcome:
-        caller = self._running().caller
-        with self._lock:
-            caller.watch("ray")
-        outcome: Outcome = self._result(caller.begin(RUN_JOB, job))
+        outcome: Outcome = self._result(self._running().caller.begin(RUN_JOB, job))
         return outcome
 
     def _result(self, call: Call) -> Any:
@@ -158,8 +155,6 @@ class RayRunner(DryRunner):
 class RayDriver:
     """The process that uses Ray (`ray_driver`). It joins or starts Ray at once, in the background.
 
-    No thread reads its replies before `caller.watch`, so that this process may fork until the first trial.
-
     Args:
         address: a Ray cluster to join; by default that of this process, `RAY_ADDRESS`, or a Ray started for this run.
 
@@ -178,7 +173,7 @@ class RayDriver:
         self.caller = Caller(self._process.connection, self._lost, start_s=START_S, silence_s=SILENCE_S)
         joining = Joining(
             address=cluster_address(address),
-            sys_path=tuple(os.path.abspath(each) for each in sys.path),
+            sys_path=tuple(os.path.abspath(entry) for entry in sys.path),
             script=sys.argv[0] if sys.argv else "",
         )
         self.caller.begin(JOIN, joining)

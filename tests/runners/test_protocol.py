@@ -62,17 +62,15 @@ def _run(connection):
 
 @pytest.fixture
 def peer():
-    """Makes a caller of a new process; with a name in `watched`, a thread of that name reads all the time."""
+    """Makes a caller of a new process."""
     made = []
 
-    def make(watched=None, **options):
+    def make(**options):
         here, there = Pipe()
         process = multiprocessing.get_context("fork").Process(target=_run, args=(there,))
         process.start()
         there.close()
         caller = Caller(here, lambda error: f"lost: {type(error).__name__}", **options)
-        if watched is not None:
-            caller.watch(watched)
         made.append((process, caller))
         return caller
 
@@ -83,12 +81,8 @@ def peer():
         assert not process.is_alive(), "the process ends with the connection"
 
 
-both_ways = pytest.mark.parametrize("watched", [None, "peer"], ids=["who waits reads", "a thread reads"])
-
-
-@both_ways
-def test_replies_match_their_calls_in_any_order(peer, watched):
-    caller = peer(watched)
+def test_replies_match_their_calls_in_any_order(peer):
+    caller = peer()
     slow = caller.begin("later", 0.3, "slow")
     assert caller.call("echo", {"a": [1, "b"]}) == {"a": [1, "b"]}
     assert not slow.over and slow.result() == "slow" and slow.replied
@@ -135,25 +129,21 @@ def test_a_call_that_is_cancelled_still_has_a_reply():
     caller.close()
 
 
-@both_ways
-def test_a_peer_that_dies_fails_all_that_is_open_and_all_that_comes_later(peer, watched):
-    caller = peer(watched)
+def test_a_peer_that_dies_fails_all_that_is_open_and_all_that_comes_later(peer):
+    caller = peer()
     open_ones = [caller.begin("later", 60, 0), caller.begin("dies")]
     for each in open_ones:
         with pytest.raises(RunnerError, match="^lost: EOFError$"):
             each.result(30)
         assert each.over and not each.replied and each.note() is None
-    assert caller.lost and caller.look()
+    assert caller.lost
     with pytest.raises(RunnerError, match="^lost: EOFError$"):
         caller.call("echo", 1)
 
 
-@both_ways
-def test_a_peer_that_is_silent_is_lost(watched):
+def test_a_peer_that_is_silent_is_lost():
     here, there = Pipe()
     caller = Caller(here, str, start_s=30, silence_s=0.3)
-    if watched is not None:
-        caller.watch(watched)
     call = caller.begin("echo", 1)
     with pytest.raises(TimeoutError):
         call.result(0.5)  # before the first message the longer time applies
