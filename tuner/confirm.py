@@ -214,20 +214,22 @@ class Confirmation:
         level = compare_rounds(self._undisturbed()).level
         top = max(level, key=lambda number: level[number])
         by_number = {trial.number: trial for trial in self.run_folder.trials()}
-        changes = [level[n] - math.log(by_number[n].first or by_number[n].throughput) for n in level]
-        # What the first measurement of a trial that was never measured again may have lost, as one of these did.
-        lost = max(changes)
+        first = {n: math.log(by_number[n].first or by_number[n].throughput) for n in level}
+        # That of the whole machine, as after a change of its clocks.
+        change = statistics.median(level[n] - first[n] for n in level)
+        logs = {n: [math.log(round_[n].reached) for round_ in self.rounds if n in round_] for n in level}
+        # What the first measurement of a trial that was never measured again may have lost, as one of these once did.
+        lost = max(max(*logs[n], first[n] + change) - min(*logs[n], first[n] + change) for n in level)
         untried = self._contenders(level)
-        challengers = [
-            trial for trial in untried if math.log(trial.throughput) + lost > level[top] + math.log(CHALLENGE_WITHIN)
-        ]
+        least = level[top] + math.log(CHALLENGE_WITHIN) - change - lost
+        challengers = [trial for trial in untried if math.log(trial.throughput) > least]
         if by_number[top].lossy:
             # The best exact trial takes part as a reference. If it failed, the next one takes its place.
             exact = [by_number[n].throughput for n in level if not by_number[n].lossy]
             faster = [trial for trial in untried if not trial.lossy and trial.throughput > max(exact, default=0.0)]
             challengers += [trial for trial in faster[:1] if trial not in challengers]
         if any(self._times[trial.number] < FEWEST_ROUNDS for trial in active):
-            unsteady = max(map(abs, changes)) > -math.log(1 - DISTURBED)
+            unsteady = lost > -math.log(1 - DISTURBED)
             return [*active, *challengers] if unsteady else active
         # With the disturbed measurements, which show how unsteady the machine is.
         comparison = compare_rounds(self._valid_rounds())
