@@ -1,9 +1,4 @@
-"""best.yaml: the winner, with the data needed to check and reproduce it.
-
-trials.csv has one throughput per trial and not the number of measurements, and a confirmed trial ranks before an
-unconfirmed one. Readers without the ledger add the re-measurements stored in best.yaml (`confirmed`), so that every
-command, page and export names the same winner, `summary.best`.
-"""
+"""best.yaml: the winner, with the data needed to check and reproduce it."""
 
 import os
 import shlex
@@ -40,11 +35,10 @@ def document(
     `best` is the winner, or null with the reason in `why`; `default` is the default configuration, `gain` the winner's
     throughput over the default's, and `gain_interval` its 95 % interval. A winner that failed when it was measured again
     has the failure in `unconfirmed`. If lossy values were tried, `best_exact` is the best configuration without any, and
-    `lossy` lists a configuration's. Measurements include re-measurements; `remeasured` lists for each such trial the
-    throughput at `first` and those measured `again`. `trains` has the keys of `request` (`asked` of run.yaml) that a
-    training from this file alone needs; `spec` of a workload in a file is relative to `folder`, that of best.yaml, and
-    `spec_there` its absolute path. `stopped` is the reason why a search was ended early. `seconds_again` is the time of
-    measuring the leaders again, `again_s`. `reproduce` is the command line, quoted for a shell.
+    `lossy` lists a configuration's. Measurements include re-measurements. `trains` has the keys of `request` (`asked` of
+    run.yaml) that a training from this file alone needs; `spec` of a workload in a file is relative to `folder`, that of
+    best.yaml, and `spec_there` its absolute path. `stopped` is the reason why a search was ended early. `seconds_again` is
+    the time of measuring the leaders again, `again_s`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
     contents: dict[str, Any] = {"stopped": stopped} if stopped else {}
@@ -58,11 +52,6 @@ def document(
     if any(trial.lossy for trial in trials):
         exact = summary.best_exact(trials)
         contents["best_exact"] = _entry(exact) if exact else None
-    contents["remeasured"] = {
-        str(trial.number): {"first": trial.first, "again": list(trial.remeasured)}
-        for trial in trials
-        if trial.first is not None
-    }
     if again_s:
         contents["seconds_again"] = round(again_s, 1)
     if request:
@@ -215,26 +204,6 @@ def read(folder: Path, problems: list[str]) -> dict[str, Any] | None:
     return contents
 
 
-def confirmed(trials: Sequence[Trial], contents: Mapping[str, Any] | None) -> list[Trial] | None:
-    """Returns the trials of a table with the re-measurements of the best.yaml beside it.
-
-    The measurements of the table already include them.
-
-    Args:
-        trials: the finished trials, as trials.csv lists them.
-        contents: the contents of best.yaml.
-
-    Returns:
-        None if there is no best.yaml, or it is about other trials: it is written when the search ends.
-    """
-    counted = (contents or {}).get("trials")
-    if contents is None or counted is None or sum(filter(None, counted.values())) != len(trials):
-        return None
-    again_of = {str(number): entry for number, entry in (contents.get("remeasured") or {}).items()}
-    judged = []
-    for trial in trials:
-        entry = again_of.get(str(trial.number)) or {}
-        if entry.get("first") is not None and entry.get("again") is not None:
-            trial = replace(trial, first=float(entry["first"]), remeasured=tuple(map(float, entry["again"])))
-        judged.append(trial)
-    return judged
+def covers(contents: Mapping[str, Any], trials: Sequence[Trial]) -> bool:
+    """True if a best.yaml is about as many finished trials. It is written when the search ends."""
+    return sum(filter(None, (contents.get("trials") or {}).values())) == len(trials)

@@ -8,15 +8,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base._optuna import study_ids
+from ..base._optuna import study_ids, trial_id
 from ..base.errors import StudyError, unknown
 from ..base.option import option
 from ..base.reading import path_of, read_named
 from ..base.writing import as_data
 from ..knobs.lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
-from .records import LARGEST_LEDGER, StoredStudy, replay, stored, trials_of
-from .storage import contained, is_path, open_storage, open_study, quiet, words
+from .records import trials_of
+from .storage import LARGEST_LEDGER, contained, is_path, open_storage, open_study, quiet, read_journal, words
 from .summary import judged
 
 if TYPE_CHECKING:
@@ -62,40 +62,42 @@ class Ledger:
 
     def __init__(
         self,
-        study: StoredStudy,
+        storage: "BaseStorage",
+        study_id: int,
         *,
         origin: str,
         make_config: Callable[[Mapping[str, Any]], Any],
-        storage: "BaseStorage | None" = None,
-        study_id: int = -1,
+        writable: bool = False,
         knobs: Mapping[str, Sequence[Any] | None] | None = None,
         lossy: Lossy | None = None,
     ) -> None:
-        self._storage = storage
+        self._storage = storage if writable else None
         self._study_id = study_id
         self._origin = origin
         self._lossy = lossy or {}
         self._distributions = {name: distribution(values) for name, values in (knobs or {}).items() if values}
         self._lock = threading.RLock()
-        trials = trials_of(study, origin, make_config, self._lossy)
+        stored = storage.get_all_trials(study_id, deepcopy=False)
+        trials = trials_of(stored, storage.get_study_user_attrs(study_id), origin, make_config, self._lossy)
         self._trials: dict[int, Trial] = trials.trials
         self._first: dict[int, Measurement] = trials.first
         self._fallen: dict[int, Measurement] = trials.fallen
-        self._ids: dict[int, int] = {entry.number: entry.id for entry in study.entries}
+        self._ids = {frozen.number: trial_id(frozen) for frozen in stored}
         self.problems: tuple[str, ...] = tuple(trials.problems)
         """Parts of the study that were left out as invalid, in words."""
-        if storage is None:
+        if not writable:
             return
         if self.problems:
             raise StudyError(
                 f"{'; '.join(self.problems[:3])}. A damaged run cannot be continued: restore {origin}, or start "
                 f"with another {option('out')}"
             )
-        for entry in study.entries:
+        for frozen in stored:
             # The process was killed between outcome and state.
-            if entry.number in self._trials and not entry.finished and entry.attributes.get("measurement"):
-                outcome = self._first.get(entry.number) or self._trials[entry.number].measured
-                self._store(entry.id, outcome)
+            unfinished = frozen.number in self._trials and not frozen.state.is_finished()
+            if unfinished and frozen.user_attrs.get("measurement"):
+                outcome = self._first.get(frozen.number) or self._trials[frozen.number].measured
+                self._store(self._ids[frozen.number], outcome)
 
     @classmethod
     def open(
@@ -132,13 +134,7 @@ class Ledger:
             storage = open_storage(source, writable=True)
             study_id = open_study(storage, origin, name, as_data(metadata), exist_ok)
             return cls(
-                stored(storage, study_id, name),
-                origin=origin,
-                make_config=make_config,
-                storage=storage,
-                study_id=study_id,
-                knobs=knobs,
-                lossy=lossy,
+                storage, study_id, origin=origin, make_config=make_config, writable=True, knobs=knobs, lossy=lossy
             )
 
     @classmethod
@@ -173,12 +169,10 @@ class Ledger:
             return cls.parse(data, origin=origin, name=name, make_config=make_config, lossy=lossy)
         with quiet(), contained(origin):
             storage = open_storage(source, writable=False)
-            names = study_ids(storage)
-            name = _study_name(name, names, origin)
-            study = stored(storage, names[name], name)
+            ledger = cls(storage, _study_id(name, storage, origin), origin=origin, make_config=make_config, lossy=lossy)
             if storage is not source:
                 storage.remove_session()
-        return cls(study, origin=origin, make_config=make_config, lossy=lossy)
+        return ledger
 
     @classmethod
     def parse(
@@ -202,9 +196,8 @@ class Ledger:
         Raises:
             StudyError: it is damaged, or the study does not exist.
         """
-        studies = {study.name: study for study in replay(data, origin).values()}
-        study = studies[_study_name(name, studies, origin)]
-        return cls(study, origin=origin, make_config=make_config, lossy=lossy)
+        storage = read_journal(data, origin)
+        return cls(storage, _study_id(name, storage, origin), origin=origin, make_config=make_config, lossy=lossy)
 
     def start(
         self,
@@ -379,17 +372,18 @@ class Ledger:
         return self._storage
 
 
-def _study_name(name: str | None, studies: Mapping[str, Any], origin: str) -> str:
-    """Returns the name of the requested study.
+def _study_id(name: str | None, storage: "BaseStorage", origin: str) -> int:
+    """Returns the id of the requested study.
 
     Raises:
         StudyError: the study does not exist, or none is named and there are several.
     """
-    if name is None and len(studies) == 1:
-        return next(iter(studies))
+    ids = study_ids(storage)
+    if name is None and len(ids) == 1:
+        return next(iter(ids.values()))
     if name is None:
-        listing = f"{len(studies)} studies; name one of them: {', '.join(studies)}" if studies else "no study"
+        listing = f"{len(ids)} studies; name one of them: {', '.join(ids)}" if ids else "no study"
         raise StudyError(f"{origin} contains {listing}")
-    if name not in studies:
-        raise StudyError(f"{origin}: {unknown('study', name, studies)}")
-    return name
+    if name not in ids:
+        raise StudyError(f"{origin}: {unknown('study', name, ids)}")
+    return ids[name]

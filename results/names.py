@@ -47,11 +47,11 @@ def fresh_folder(parent: str, name: str) -> Path:
     return path
 
 
-RUNNING, FINISHED, NOTHING, STOPPED, TABLE_ONLY = "running", "finished", "nothing", "stopped", "table"
+RUNNING, FINISHED, NOTHING, STOPPED, PLAN = "running", "finished", "nothing", "stopped", "plan"
 """The states of a run.
 
 `running`: a process holds the lock of the run. `finished`: its search ended by itself, and best.yaml covers all its trials
-and has a winner; `nothing`: it has none. `table`: there is only a table. `stopped`: any other run.
+and has a winner; `nothing`: it has none. `plan`: a best.yaml or plan by itself. `stopped`: any other run.
 """
 
 _FRESH_SECONDS = 180.0

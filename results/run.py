@@ -17,8 +17,21 @@ from ..knobs.lossy import lossy_of
 from . import best, environment, request, table
 from .ledger import Ledger
 from .measurement import Measurement, Trial
-from .names import BEST, LEDGER, LOG, LOGS, RUN, TABLE, holds_run, holds_training, run_of
-from .records import LARGEST_LEDGER
+from .names import (
+    BEST,
+    LEDGER,
+    LOG,
+    LOGS,
+    PLAN,
+    RUN,
+    TABLE,
+    holds_run,
+    holds_training,
+    is_running,
+    run_of,
+    state_of,
+)
+from .storage import LARGEST_LEDGER
 
 
 class RunFolder:
@@ -363,6 +376,10 @@ class View:
             self.document: dict[str, Any] | None = dict(plan.document)
             """The contents of run.yaml; None if it is missing."""
             self._trials = [replace(plan.trial, config=make_config(plan.trial.config))]
+            self.best: dict[str, Any] | None = None
+            """The contents of best.yaml; None without one, or if it is about other trials."""
+            self.state = PLAN
+            """See `names`."""
             return
         if self.path.is_file():
             raise StudyError(f"'{path}' is a file; give the folder of a run, or its {BEST}")
@@ -378,6 +395,13 @@ class View:
         else:
             self.problems.append(f"{self.path / RUN} is missing")
         self._trials = self._read(make_config, storage)
+        running = is_running(self.path)
+        self.best = best.read(self.path, self.problems)
+        if self.best is not None and not best.covers(self.best, [trial for trial in self._trials if not trial.pending]):
+            if not running:
+                self.problems.append(f"{BEST} is about other trials; the winner shown is that of the ledger")
+            self.best = None
+        self.state = state_of(running, self.best)
 
     def trials(self) -> list[Trial]:
         """Returns all trials by number, as of the creation of the view."""

@@ -185,7 +185,6 @@ BEST: Shape = {
     "gain": number,
     "gain_interval": [number],
     "seconds_again": number,
-    "remeasured": {...: {"first": number, "again": [number]}},
     "trials": {...: count},
     "environment": _ENVIRONMENT,
     "reproduce": text,

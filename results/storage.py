@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import MissingDependency, StudyError, unknown
 from ..base.interrupts import late_interrupts
 from ..base.option import option
+from ..base.reading import parse_json
 from ..base.writing import open_plain
-from .records import replay
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 LOCK_S = 3
 """Time after which the lock of a killed process beside the journal is removed, s; the least that Optuna accepts."""
+LARGEST_LEDGER = 32 << 20
+"""Largest journal that is read, bytes."""
+MOST_RECORDS = 400_000
+"""Largest number of its records: a short one takes about a kilobyte of memory."""
 
 
 def is_path(source: Any) -> bool:
@@ -107,8 +111,47 @@ def open_storage(source: Any, *, writable: bool) -> "BaseStorage":
     if path.is_symlink():
         raise StudyError(f"'{path}' is a symbolic link, and links in a run's folder are not followed; remove it")
     if path.exists():
-        replay(_whole_records(path), words(source))  # raises an error that names a damaged line; Optuna's does not
+        read_journal(
+            _whole_records(path), words(source)
+        )  # raises an error that names a damaged line; Optuna's does not
     return optuna.storages.JournalStorage(_journal(path))
+
+
+def read_journal(data: bytes, origin: str) -> "BaseStorage":
+    """Returns the contents of a journal as a storage for reading. An unfinished last line is ignored, since another process
+    may be writing it.
+
+    Args:
+        data: the journal's contents.
+        origin: its name, for messages.
+
+    Raises:
+        StudyError: a line is not a record of a study, or there are more than `MOST_RECORDS`.
+    """
+    from optuna.storages.journal import BaseJournalBackend, JournalStorage
+
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    if len(lines) > MOST_RECORDS:
+        raise StudyError(f"{origin} has more than {MOST_RECORDS:,} records")
+    read = 0
+
+    class Contents(BaseJournalBackend):
+        def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+            nonlocal read
+            for line in lines[log_number_from:]:
+                read += 1
+                yield parse_json(line)
+
+        def append_logs(self, logs: list[dict[str, Any]]) -> None:
+            raise NotImplementedError(f"{origin} was opened for reading only")
+
+    try:
+        return JournalStorage(Contents())
+    except Exception as error:  # any that Optuna raises for an invalid record
+        raise StudyError(
+            f"line {read} of {origin} is not a record of a study ({type(error).__name__}: {error}): {lines[read - 1][:60]!r}; "
+            f"restore the file, delete that line, or start with another {option('out')}"
+        ) from error
 
 
 def _whole_records(path: Path) -> bytes:

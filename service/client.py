@@ -1,5 +1,6 @@
 """`rl.Client`: submits and follows searches on a server, from Python."""
 
+import io
 import json
 import ssl
 import time
@@ -21,8 +22,7 @@ from ..base.errors import (
     StorageUnavailable,
     UsageError,
 )
-from ..results import Measurement, Trial, table_frame
-from ..results.table import parse, trials_of
+from ..results import Measurement, Trial, read_table, table_frame
 from ..space import Config
 from ..tuner.result import Candidate
 from .records import ENDED, Event, User
@@ -415,11 +415,7 @@ class SearchRun:
     def trials(self) -> "DataFrame":
         """The trials that have ended, with the columns of trials.csv."""
         data = self.table()
-        if not data:
-            return table_frame([], [])
-        columns = parse(data, "trials.csv")
-        knobs = [name.removeprefix("knob.") for name in columns if name.startswith("knob.")]
-        return table_frame(trials_of(columns, Config), knobs)
+        return read_table(io.BytesIO(data)) if data else table_frame([], [])
 
     def table(self) -> bytes:
         """Returns trials.csv."""

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..results import best, listing, summary
+from ..results import listing, summary
 from ..results.columns import KNOB, fold, knob_text, number, speed, value
 from ..results.measurement import Status, Trial
-from ..results.names import RUNNING, STOPPED, is_running, state_of
+from ..results.names import RUNNING, STOPPED
 from ..results.run import RunFolder, View
 
 if TYPE_CHECKING:
@@ -107,20 +107,16 @@ def _head(run: RunFolder | View) -> list[str]:
         head.append(f"{EMULATED}; communication is priced for {_machine(request)}")
     if request.get("first_trial"):
         head.append(fold(str(request["first_trial"])))
-    if isinstance(run, View) and run.path.is_dir() and (line := _state(run)):
+    if isinstance(run, View) and (line := _state(run)):
         head.append(line)
     return head + [f"note: {fold(problem)}" for problem in getattr(run, "problems", ())]
 
 
 def _state(run: View) -> str | None:
     """Returns a line for a run that is running or was stopped; None for any other run."""
-    contents = best.read(run.path, [])
-    finished = [trial for trial in run.trials() if not trial.pending]
-    covers = best.confirmed(finished, contents) is not None
-    current = state_of(is_running(run.path), contents if covers else None)
-    if current == RUNNING:
+    if run.state == RUNNING:
         return "running"
-    if current != STOPPED:
+    if run.state != STOPPED:
         return None
     again = (run.document or {}).get("asked", {}).get("request")
     return "stopped" + (f": `redline tune --out {shlex.quote(str(run.path))} --resume` continues it" if again else "")

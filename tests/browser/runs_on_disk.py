@@ -1,7 +1,10 @@
-"""Runs made up for the browser tests, written by redline.results' own table."""
+"""Runs made up for the browser tests."""
 
+import json
 import random
 
+import optuna
+from optuna.storages.journal import BaseJournalBackend, JournalStorage
 from redline.results import Measurement, RunFolder, Status, Trial
 from redline.results.table import Table
 
@@ -109,10 +112,39 @@ def write_search(folder, outcomes, again=None, *, finished=True, **asked):
     return folder
 
 
+STUDY = "made-up"
+"""Name of the study of `write_run`, which its run.yaml must name."""
+
+
+class Records(BaseJournalBackend):
+    """A journal in memory: thousands of trials are written at once."""
+
+    def __init__(self):
+        self.lines = []
+
+    def read_logs(self, log_number_from):
+        return map(json.loads, self.lines[log_number_from:])
+
+    def append_logs(self, logs):
+        self.lines += [json.dumps(log) for log in logs]
+
+
 def write_run(folder, count, seed=0, trials=None):
-    """Writes a folder with a table of `count` trials and returns them."""
+    """Writes a folder with the ledger and the table of `count` trials, and returns them."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     made = trials if trials is not None else [trial(number, rng) for number in range(count)]
-    Table(folder / "trials.csv", KNOBS).write(made)
+    (folder / "run.yaml").write_text(f"format: 1\nstudy: {STUDY}\nasked: {{}}\n")
+    records = Records()
+    storage = JournalStorage(records)
+    study = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], STUDY)
+    for each in made:
+        attributes = {"config": dict(each.config), "sampler": each.sampler, "measurement": each.measured.to_dict()}
+        predicted = {name: getattr(each, name) for name in ("predicted_throughput", "predicted_memory_mib")}
+        attributes |= {name: value for name, value in predicted.items() if value is not None}
+        storage.create_new_trial(
+            study, optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL, user_attrs=attributes)
+        )
+    (folder / "study.log").write_text("".join(f"{line}\n" for line in records.lines))
+    Table(folder / "trials.csv", dict.fromkeys(name for each in made for name in each.config) or KNOBS).write(made)
     return made

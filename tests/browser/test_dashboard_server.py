@@ -10,7 +10,7 @@ import urllib.parse
 import pytest
 from redline.base.errors import NotFound
 from redline.cli import main
-from redline.results import Status
+from redline.results import Measurement, Status, Trial
 from redline.views.dashboard import Library
 from redline.views.dashboard.library import find_folders
 from redline.views.dashboard.serve import COOKIE, HEADERS
@@ -108,29 +108,26 @@ def test_unchanged_runs_are_not_read_again(tmp_path, disk, monkeypatch):
         disk.write_run(tmp_path / f"run-{number}", 3, seed=number)
     library = Library(tmp_path)
     held = {run: library.changes(run)["version"] for run in library.ids()}
-    monkeypatch.setattr("redline.views.dashboard.library.RunFiles.read", None)
+    monkeypatch.setattr("redline.views.dashboard.library.Source.read", None)
     assert [library.changes(run, version) for run, version in held.items()] == [None] * 12
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.6, 0.97])
-def test_a_table_that_is_being_written_is_shown_by_its_whole_rows(tmp_path, disk, keep):
+def test_a_ledger_that_is_being_written_is_shown_by_its_whole_records(tmp_path, disk, keep):
     disk.write_run(tmp_path / "x", 40)
-    path = tmp_path / "x" / "trials.csv"
+    path = tmp_path / "x" / "study.log"
     data = path.read_bytes()
-    # Cuts in a row's first columns: a cut in the last column would look like a shorter text.
-    cut = data.rindex(b"\n", 0, int(len(data) * keep)) + 20
-    path.write_bytes(data[:cut])
+    data = data[: int(len(data) * keep)]
+    path.write_bytes(data)
     changes = Library(tmp_path).changes("x")
-    count = len(changes["document"]["rows"]["trial"])
-    assert changes["document"]["rows"]["trial"] == list(range(count))
-    assert count == data[:cut].count(b"\n") - 1
+    assert changes["document"]["rows"]["trial"] == list(range(data.count(b"\n") - 1))
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00\xff" * 500, b"a,b\n1,2\n", b"trial,status\n0,ok\n"])
-def test_an_invalid_table_is_an_empty_run_with_a_reason(tmp_path, disk, data):
+@pytest.mark.parametrize("data", [b"", b"\x00\xff" * 500, b"a,b\n1,2\n", b'{"op_code": 4}\n'])
+def test_an_invalid_ledger_is_an_empty_run_with_a_reason(tmp_path, disk, data):
     disk.write_run(tmp_path / "good", 2)
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "trials.csv").write_bytes(data)
+    disk.write_run(tmp_path / "bad", 2)
+    (tmp_path / "bad" / "study.log").write_bytes(data)
     library = Library(tmp_path)
     assert library.changes("bad")["document"]["rows"]["trial"] == []
     assert library.changes("bad")["document"]["problems"]
@@ -218,12 +215,12 @@ def test_no_path_leads_anywhere_but_to_the_runs(served, target):
 )
 def test_logs_outside_the_run_are_not_served_and_pipes_do_not_block(tmp_path, disk, serving, log):
     (tmp_path / "secret.txt").write_text("SECRET")
-    disk.write_run(tmp_path / "runs" / "a", 2)
     folder = tmp_path / "runs" / "a"
+    measurement = Measurement(status=Status.OK, throughput=5.0, log=log)
+    disk.write_run(folder, 0, trials=[Trial(number=0, config={}, measurement=measurement)])
     (folder / "logs").mkdir()
     (folder / "logs" / "link.log").symlink_to(tmp_path / "secret.txt")
     os.mkfifo(folder / "logs" / "pipe")
-    (folder / "trials.csv").write_text(f"trial,status,throughput,log\n0,ok,5,{log}\n")
     address = serving(tmp_path / "runs")
     answer = ask(address, "/api/log?run=a&trial=0")
     assert "text" not in answer and answer["why"]
@@ -308,10 +305,10 @@ def run_command(capsys, *arguments):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"trials.csv": "trial,step_ms\n0,1\n"}, "status"),
-        ({"trials.csv": "trial,status,throughput\n0,ok,1\n", "run.yaml": "format: 0\nasked: {}\nstudy: x\n"}, "format"),
+        ({"study.log": "trial,step_ms\n"}, "not a record"),
+        ({"study.log": "", "run.yaml": "format: 0\nasked: {}\nstudy: x\n"}, "format"),
     ],
-    ids=["columns", "format"],
+    ids=["ledger", "format"],
 )
 def test_a_folder_in_which_nothing_can_be_read_is_refused_and_says_what_is_missing(tmp_path, capsys, files, words):
     for name, text in files.items():

@@ -1,12 +1,12 @@
 """The report in a real browser: it draws, fits, copies, prints, and executes nothing from a run."""
 
-import csv
+import math
 import random
 import re
 
 import pytest
-from redline.results import Status, summary
-from redline.views.report import RunFiles, document, write_report
+from redline.results import Measurement, Status, Trial, summary
+from redline.views.report import Source, document, page, write_report
 
 SECTIONS = [
     "headline",
@@ -73,7 +73,7 @@ def test_the_table_sorts_and_filters(tab, made):
 
 def test_every_format_of_the_winner_is_copied_as_it_is(tab, made):
     tab.goto(made[0].as_uri())
-    offered = {each["target"]: each for each in document(RunFiles.read(made[0].parent))["exports"]}
+    offered = {each["target"]: each for each in document(Source.read(made[0].parent))["exports"]}
     targets = tab.locator("#winner [data-target]")
     assert [each.get_attribute("data-target") for each in targets.all()] == list(offered)
     assert sum("text" in each for each in offered.values()) >= 8
@@ -236,32 +236,33 @@ def test_a_winner_below_others_is_explained_and_they_are_marked(tab, again, made
     assert tab.locator(".mark.once, .revised").count() == 0 and "cannot win" not in tab.locator("main").inner_text()
 
 
-def show_table(tab, folder, rows):
-    with open(folder / "x.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    tab.goto(write_report(folder / "x.csv").as_uri())
-
-
-NUMBERS = ("", "0", "1e300", "1e-300", "5e-324", "-5", "nan", "-inf", "12345678901234567890")
-COLUMNS = ("throughput", "step_ms", "peak_memory_mib", "memory_limit_mib", "predicted_throughput", "predicted_memory_mib", "devices", "started", "seconds_total", "knob.a", "knob.b")  # fmt: skip
+NUMBERS = (None, 0.0, 1e300, 1e-300, 5e-324, -5.0, math.nan, -math.inf, 12345678901234567890.0)
+MEASURED = ("step_ms", "peak_memory_mib", "memory_limit_mib", "started", "seconds_total")
+PREDICTED = ("predicted_throughput", "predicted_memory_mib")
 
 
 def test_numbers_without_measure_break_no_figure(tab, tmp_path, overflow):
     for seed in range(12):
         rng = random.Random(seed)
         statuses = ["ok"] * rng.choice((1, 2, 3)) + ["ok", "oom", "skipped", "crash"] * rng.choice((0, 1, 3))
-        rows = [
-            {"trial": n, "status": status}
-            | {name: rng.choice(NUMBERS) for name in COLUMNS}
-            | {"devices": rng.choice(("", "0", "4"))}
+        trials = [
+            Trial(
+                number=n,
+                config={name: draw for name in "ab" if (draw := rng.choice(NUMBERS)) is not None},
+                measurement=Measurement(
+                    status=status,
+                    throughput=rng.choice(
+                        [number for number in NUMBERS if number is not None and math.isfinite(number)]
+                    ),
+                    devices=rng.choice((None, 0, 4)),
+                    **{name: rng.choice(NUMBERS) for name in MEASURED},
+                ),
+                **{name: rng.choice(NUMBERS) for name in PREDICTED},
+            )
             for n, status in enumerate(statuses)
         ]
-        rows = [row for row in rows if row["status"] != "ok" or row["throughput"] not in ("", "nan", "inf", "-inf")]
-        if not rows:
-            continue
-        show_table(tab, tmp_path, rows)
+        (tmp_path / "x.html").write_text(page(document(Source(folder=tmp_path, trials=trials))))
+        tab.goto((tmp_path / "x.html").as_uri())
         tab.locator("footer").wait_for()
         tab.wait_for_timeout(30)
         broken = "[...document.querySelectorAll('svg *')].filter(e => [...e.attributes].some(a => /NaN|Infinity|undefined/.test(a.value))).map(e => e.outerHTML)"

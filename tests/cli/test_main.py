@@ -97,7 +97,7 @@ BAD = [
     (["doctor", "--ranks", "2"], "--ranks was removed: all_reduce_perf of nccl-tests"),
     (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
     (["show", "no/such/run"], "no/such/run"),
-    (["report", "no/such/run"], "'no/such/run' does not exist"),
+    (["report", "no/such/run"], "there is no folder 'no/such/run'"),
     (["report", "."], "contains no run"),
     (["results", "3f2a", "--json", "--csv", "t.csv"], "--csv, --to, --json and the log each select the output"),
     (["results", "."], "'.' is a folder, and ID is a search of a server; `redline show .` lists a run"),

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from damage import copied, damage, make_run, read_everything, serve_everything
 from redline.results import View
-from redline.views.report import RunFiles
+from redline.views.report import Source
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def fuzz(whole, root, seeds):
             refused = read_everything(run, whole)
             (line,) = (
                 serve_everything(root).values()
-                if any((run / name).exists() for name in ("run.yaml", "trials.csv"))
+                if any((run / name).exists() for name in ("run.yaml", "study.log", "trials.csv"))
                 else [{}]
             )
         except Exception as error:
@@ -40,12 +40,10 @@ def test_damaged_runs_are_read_or_refused_in_words(whole, tmp_path):
 
 def test_one_damaged_run_is_a_row_beside_the_others(whole, tmp_path):
     copied(whole, tmp_path / "whole")
-    for name in ("run.yaml", "best.yaml", "trials.csv"):
-        (copied(whole, tmp_path / name.replace(".", "-")) / name).write_bytes(b"[" * 50_000)
-    unreadable = copied(whole, tmp_path / "wide")
-    (unreadable / "trials.csv").write_text("trial,status,throughput" + ",x" * 100_000 + "\n")
+    for name in ("run.yaml", "best.yaml", "study.log"):
+        (copied(whole, tmp_path / name.replace(".", "-")) / name).write_bytes(b"[" * 50_000 + b"\n")
     lines = serve_everything(tmp_path)
-    assert sorted(lines) == ["best-yaml", "run-yaml", "trials-csv", "whole", "wide"]
+    assert sorted(lines) == ["best-yaml", "run-yaml", "study-log", "whole"]
     assert lines["whole"]["problems"] == 0 and lines["whole"]["trials"] == 8
     assert all(lines[name]["problems"] for name in lines if name != "whole")
     assert lines["best-yaml"]["trials"] == 8
@@ -68,7 +66,7 @@ def test_a_part_of_another_type_is_named_and_left_out(whole, tmp_path, old, new,
     assert old in text
     (run / "run.yaml").write_text(text.replace(old, new))
     assert any(message in each for each in View(run).problems)
-    assert any(message in each for each in RunFiles.read(run).problems)
+    assert any(message in each for each in Source.read(run).problems)
     assert [problem for problem in read_everything(run, whole) if "Error" in problem] == []
 
 

@@ -12,7 +12,7 @@ from damage import ASKED, KNOBS, copied, make_run
 from redline.base.errors import RedlineError, StudyError
 from redline.results import RunFolder, View
 from redline.tuner.history import leaders_of
-from redline.views.report import RunFiles
+from redline.views.report import Source
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,7 @@ def test_no_database_that_a_run_names_is_opened_or_made(whole, tmp_path, there):
     if there:
         sqlite3.connect(database).execute("create table mine (a)").connection.close()
     before = database.read_bytes() if there else None
-    RunFiles.read(run)
-    for read in (View, lambda folder: leaders_of([folder])):
+    for read in (View, Source.read, lambda folder: leaders_of([folder])):
         with pytest.raises(RedlineError, match="only if you name it with `storage`"):
             read(run)
     assert (database.read_bytes() if database.exists() else None) == before
@@ -81,13 +80,13 @@ def test_a_run_is_resumed_in_its_storage_only_where_it_is_named_again(tmp_path):
         assert len(again.trials()) == 9
 
 
-@pytest.mark.parametrize("name", ["run.yaml", "best.yaml", "study.log", "trials.csv"])
+@pytest.mark.parametrize("name", ["run.yaml", "best.yaml", "study.log"])
 def test_links_out_of_a_run_are_not_read(whole, tmp_path, name):
     run, secret = copied(whole, tmp_path / "run"), tmp_path / "secret"
     (run / name).rename(secret)
     (run / name).symlink_to(secret)
     problems = []
-    for read in (RunFiles.read, View):
+    for read in (Source.read, View):
         try:
             problems += read(run).problems
         except StudyError as error:

@@ -18,9 +18,9 @@ sys.setrecursionlimit(1000)
 from pathlib import Path
 import optuna, rich.console, rich.table  # what reading imports is no part of reading
 from redline.errors import RedlineError
-from redline.results import View, read_table
+from redline.results import View
 from redline.views.dashboard.library import Library
-from redline.views.report import RunFiles
+from redline.views.report import Source
 from redline.views.compare import compare
 from redline.frameworks import render
 
@@ -40,7 +40,7 @@ def peak():
 run, whole = Path(sys.argv[1]), Path(sys.argv[2])
 ways = {
     "view": lambda path: View(path),
-    "source": lambda path: RunFiles.read(path),
+    "source": lambda path: Source.read(path),
     "compare": lambda path: compare([View(whole), View(path)]),
     "dashboard": lambda path: Library(path.parent).lines(),
 }
@@ -71,10 +71,6 @@ def read(run, whole):
     )
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
     return json.loads(done.stdout)
-
-
-def header(path):
-    return path.read_text().partition("\n")[0]
 
 
 def deep_yaml(run):
@@ -122,22 +118,6 @@ def small_lists(run):
             file.write('{"op_code":8,"worker_id":"x","trial_id":8,"user_attr":{"b":[' + "[]," * 600_000 + "[]]}}\n")
 
 
-def many_columns(run):
-    (run / "study.log").unlink()
-    names, *rows = (run / "trials.csv").read_text().splitlines()
-    names += "".join(f",knob.k{number}" for number in range(100_000))
-    rows = [row + ",1" * 100_000 for row in rows]
-    (run / "trials.csv").write_text("\n".join([names, *rows]) + "\n")
-
-
-def as_many_rows_as_are_read(run):
-    (run / "study.log").unlink()
-    names, row, *_ = (run / "trials.csv").read_text().splitlines()
-    rest = row.partition(",")[2]
-    count = 990_000 // (names.count(",") + 1)
-    (run / "trials.csv").write_text(names + "\n" + "".join(f"{number},{rest}\n" for number in range(count)))
-
-
 DAMAGES = (
     deep_yaml,
     alias_bomb,
@@ -146,8 +126,6 @@ DAMAGES = (
     deep_record,
     many_records,
     small_lists,
-    many_columns,
-    as_many_rows_as_are_read,
 )
 
 

@@ -15,7 +15,6 @@ from redline.space import Config
 from redline.trainer.request import read_source
 from redline.tuner.result import make_result
 from redline.views.dashboard import Library
-from redline.views.report.run_files import RunFiles
 from served import SEARCH, SPACE
 
 ASKED = {"model": "gpt2-tiny", "workload": {"id": "x", "spec": "gpt2-tiny"}, "space": SPACE}
@@ -84,7 +83,6 @@ def test_everything_that_names_a_winner_names_the_confirmed_one(service, search,
             "page": winner_of(page["headline"]["winner"]),
             "report": winner_of(report_of(cli, folder, tmp_path)["headline"]["winner"]),
             "redline show --format json": winner_of(json.loads(cli("show", folder, "--top", 1, "--format", "json"))[0]),
-            "RunFiles": told_of(summary.best(RunFiles.read(folder).trials)),
             "View": told_of(summary.best(rl.results.View(folder).trials())),
         }
     assert found == dict.fromkeys(found, (1, 140.0))
@@ -94,15 +92,6 @@ def test_everything_that_names_a_winner_names_the_confirmed_one(service, search,
         assert re.search(r"micro_batch\W+2\b", text), name
     for name, text in terminal.items():
         assert re.search(r"trial 1\b", text) and "140" in text, (name, text)
-
-
-def test_trials_without_their_best_yaml_have_the_fastest_as_the_best_so_far(service, search, tmp_path):
-    folder = service.parts.runs.folder(search)
-    for name in ("run.yaml", "trials.csv"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    assert summary.best(RunFiles.read(tmp_path).trials).number == 2
-    (tmp_path / "best.yaml").write_text((folder / "best.yaml").read_text().replace("ok: 3", "ok: 2"))
-    assert summary.best(RunFiles.read(tmp_path).trials).number == 2, "it is about other trials"
 
 
 def told_of(trial):

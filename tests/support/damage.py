@@ -14,7 +14,7 @@ from redline.results import Measurement, RankReport, RunFolder, Status, View, li
 from redline.results.probe import Computed, Probe
 from redline.views.compare import compare
 from redline.views.dashboard.library import Library
-from redline.views.report import RunFiles, document, page
+from redline.views.report import Source, document, page
 from redline.views.report.page import exports
 from redline.views.show import render as show
 from rich.console import Console
@@ -193,7 +193,7 @@ def read_everything(folder: Path, whole: Path) -> list[str]:
                     attempt(
                         target, lambda target=target, trial=trial: render(target, trial, view.document).text.encode()
                     )
-    source = attempt("report", lambda: RunFiles.read(folder))
+    source = attempt("report", lambda: Source.read(folder))
     if source is not None:
         page(document(source)).encode()
     return refused

@@ -1,6 +1,5 @@
-"""The report of a run, and of any table."""
+"""The report of a run."""
 
-import csv
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import yaml
 from redline.base.errors import StudyError
 from redline.base.reading import Outside, open_inside, read_inside, tail_inside
 from redline.results import Measurement, Status, Trial
-from redline.views.report import RunFiles, document, page, write_report
+from redline.views.report import Source, document, page, write_report
 from redline.views.report.analysis import effects, failures, frontier, predictions
 
 
@@ -26,13 +25,6 @@ def trial(number, status=Status.OK, throughput=None, config=None, sampler="gp", 
 def embedded(text):
     """The data embedded in a page."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
-
-
-def write_csv(path, rows):
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 @pytest.fixture
@@ -78,7 +70,7 @@ def run(tmp_path, open_run, point, ok, oom):
 
 
 def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(run):
-    found = document(RunFiles.read(run))
+    found = document(Source.read(run))
     head = found["headline"]
     assert (head["winner"]["trial"], head["winner"]["throughput"], head["gain"]) == (1, 2000.0, 2.0)
     # Each was measured again twice: standard deviations of 1.41 % and 0, moderated by 2.5 % and 5 % within a measurement.
@@ -102,17 +94,10 @@ def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(
     assert found["reproduce"] == "redline tune gpt2-tiny"
 
 
-def test_the_report_needs_only_the_table_and_its_sidecars(run):
-    with_ledger = document(RunFiles.read(run))
-    (run / "study.log").unlink()
-    without = document(RunFiles.read(run))
-    assert {**without, "made": 0} == {**with_ledger, "made": 0}
-
-
 def test_failures_are_grouped_by_reason_with_the_end_of_their_log(run):
-    oom, crash = sorted(document(RunFiles.read(run))["failures"], key=lambda each: each["trials"])
+    oom, crash = sorted(document(Source.read(run))["failures"], key=lambda each: each["trials"])
     assert (oom["status"], oom["trials"]) == ("oom", [2])
-    assert oom["log_why"] == "the table names no log"
+    assert oom["log_why"] == "no log is recorded"
     assert (crash["status"], crash["trials"], crash["log_trial"]) == ("crash", [3], 3)
     assert crash["log"].splitlines() == ["step"] * 11 + ["ValueError: no such kernel"]
 
@@ -162,66 +147,50 @@ def test_effects_separate_confounded_knobs():
     assert on / off == pytest.approx(1.0, abs=0.1)
 
 
-# -- any table ---------------------------------------------------------------------------------------------
-
-
-def test_a_table_from_elsewhere_needs_three_columns_only(tmp_path):
-    path = tmp_path / "theirs.csv"
-    write_csv(path, [{"trial": n, "status": "ok", "throughput": 10 * n + 5, "knob.lr": n / 10} for n in range(5)])
-    written = write_report(path)
-    assert written == tmp_path / "theirs.html"
-    found = embedded(written.read_text())
-    assert found["name"] == "theirs" and found["headline"]["winner"]["trial"] == 4
-    assert found["state"] == "table" and not found["space"]["declared"]
-
-
-@pytest.mark.parametrize("missing", ["trial", "status", "throughput"])
-def test_a_needed_column_that_is_missing_is_named(tmp_path, missing):
-    row = {"trial": 0, "status": "ok", "throughput": 1}
-    del row[missing]
-    write_csv(tmp_path / "trials.csv", [row])
-    with pytest.raises(StudyError, match=f"no column {missing}"):
-        write_report(tmp_path)
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_another_format_is_refused_by_name_but_its_table_can_be_shown(run):
+def test_a_run_of_another_format_is_refused(run):
     asked = yaml.safe_load((run / "run.yaml").read_text())
     for version, words in ((0, "format is 0"), (None, "format is None"), (99, "newer redline .format 99")):
         (run / "run.yaml").write_text(yaml.safe_dump(asked | {"format": version}))
-        with pytest.raises(StudyError, match=words) as refused:
+        with pytest.raises(StudyError, match=words):
             write_report(run)
-        assert f"redline report {run / 'trials.csv'}" in str(refused.value)
-    found = embedded(write_report(run / "trials.csv").read_text())
-    assert found["headline"]["winner"]["trial"] == 1
-    assert any("format 99" in each for each in found["problems"])
 
 
-def test_damage_is_reported_and_the_rest_shown(run):
-    (run / "run.yaml").write_text("format: [1\n")
-    text = (run / "trials.csv").read_text()
-    (run / "trials.csv").write_text(text[:-20])
-    source = RunFiles.read(run)
-    assert [each.number for each in source.trials] == [0, 1, 2]
-    assert any("run.yaml is damaged" in each for each in source.problems)
+def test_a_best_yaml_by_itself_is_the_report_of_its_winner(run, tmp_path):
+    (tmp_path / "won.yaml").write_bytes((run / "best.yaml").read_bytes())
+    written = write_report(tmp_path / "won.yaml")
+    assert written == tmp_path / "won.html"
+    found = embedded(written.read_text())
+    assert (found["state"], found["headline"]["winner"]["throughput"]) == ("plan", 2000.0)
+
+
+def test_trials_in_a_database_are_reported_if_it_is_named(tmp_path, open_run, point, ok):
+    url = f"sqlite:///{tmp_path / 'studies.db'}"
+    with open_run(tmp_path / "run", storage=url) as folder:
+        folder.start(point(0), sampler="default")
+        folder.finish(0, ok(1.0))
+    with pytest.raises(StudyError, match="only if you name it"):
+        write_report(tmp_path / "run")
+    found = embedded(write_report(tmp_path / "run", storage=url).read_text())
+    assert found["headline"]["winner"]["trial"] == 0
 
 
 def test_a_run_is_running_as_long_as_its_lock_is_held(tmp_path, open_run, point, ok):
     with open_run(tmp_path) as folder:
         folder.start(point(0), sampler="default")
-        assert RunFiles.read(tmp_path).state == "running"
+        assert Source.read(tmp_path).state == "running"
         folder.finish(0, ok(1.0))
-        source = RunFiles.read(tmp_path)
+        source = Source.read(tmp_path)
         assert (source.state, len(source.trials)) == ("running", 1)
-    assert RunFiles.read(tmp_path).state == "stopped"
+    assert Source.read(tmp_path).state == "stopped"
 
 
 def test_a_best_of_other_trials_is_not_believed(run):
-    rows = (run / "trials.csv").read_text().splitlines(keepends=True)
-    (run / "trials.csv").write_text("".join(rows[:2]))
-    source = RunFiles.read(run)
-    assert source.best is None and any("does not agree" in each for each in source.problems)
-    assert document(source)["headline"]["winner"]["trial"] == 0
+    text = (run / "best.yaml").read_text()
+    assert "ok: 2" in text
+    (run / "best.yaml").write_text(text.replace("ok: 2", "ok: 3"))
+    source = Source.read(run)
+    assert source.best is None and any("is about other trials" in each for each in source.problems)
+    assert document(source)["headline"]["winner"]["trial"] == 1
 
 
 def test_without_a_confirmed_success_there_is_no_winner(tmp_path, open_run, point, ok, oom):
@@ -230,7 +199,7 @@ def test_without_a_confirmed_success_there_is_no_winner(tmp_path, open_run, poin
         folder.finish(0, ok(1000.0, step_ms=8.0))
         folder.remeasure(0, [990.0], oom(2048.0))
         folder.write_best(["redline"])
-    found = document(RunFiles.read(tmp_path / "run"))
+    found = document(Source.read(tmp_path / "run"))
     assert found["headline"]["winner"] is None and "measured again" in found["headline"]["why"]
     assert found["rows"]["status"] == ["oom"] and found["rows"]["throughput"] == [None]
     assert found["rows"]["reason"] == ["when measured again: out of memory; the first time 1,000 tokens/s"]
@@ -252,7 +221,7 @@ def test_the_page_is_one_file_that_fetches_nothing(run):
 def test_every_export_can_be_copied(run):
     from redline.frameworks import export_targets
 
-    found = {each["target"]: each for each in document(RunFiles.read(run))["exports"]}
+    found = {each["target"]: each for each in document(Source.read(run))["exports"]}
     assert set(found) == set(export_targets())
     assert json.loads(found["json"]["text"])
     assert "micro_batch" in found["yaml"]["text"]
@@ -262,12 +231,14 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!--"
 
 
 def test_hostile_text_cannot_leave_the_data(tmp_path):
-    write_csv(tmp_path / "h.csv", [
-        {"trial": 0, "status": "ok", "throughput": 1, "unit": HOSTILE, "reason": HOSTILE, "knob.a": HOSTILE,
-         f"knob.{HOSTILE}": 1},
-        {"trial": 1, "status": "crash", "throughput": "", "unit": "", "reason": HOSTILE, "knob.a": "b", f"knob.{HOSTILE}": 2},
-    ])  # fmt: skip
-    text = page(document(RunFiles.read(tmp_path / "h.csv")))
+    source = Source(
+        folder=tmp_path,
+        trials=[
+            trial(0, throughput=1.0, unit=HOSTILE, reason=HOSTILE, config={"a": HOSTILE, HOSTILE: 1}),
+            trial(1, Status.CRASH, reason=HOSTILE, config={"a": "b", HOSTILE: 2}),
+        ],
+    )
+    text = page(document(source))
     assert text.count("<script") == 2 and text.count("</script") == 2 and "<img" not in text
     assert embedded(text)["rows"]["knob.a"][0] == HOSTILE
 

@@ -30,7 +30,7 @@ from ...results.names import (
     is_running,
     stamp,
 )
-from ..report import RunFiles, document, words
+from ..report import Source, document, words
 from ..report.page import as_json
 
 DOCUMENTS = 8
@@ -39,7 +39,7 @@ DOCUMENTS = 8
 SPARKS = 48
 """Largest number of points of a sparkline."""
 
-_FILES = (TABLE, RUN, BEST, ".lock")
+_FILES = (LEDGER, RUN, BEST, ".lock")
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _Page:
     """A run as its page shows it, and the reading that it shows."""
 
     reads: int
-    source: RunFiles
+    source: Source
     document: dict[str, Any]
 
 
@@ -119,7 +119,7 @@ class Library:
                 continue
         return sorted(lines, key=lambda line: (line["state"] != RUNNING, -line["changed"], line["run"]))
 
-    def source(self, run: str) -> RunFiles:
+    def source(self, run: str) -> Source:
         """Returns the files of a run as they are now.
 
         Raises:
@@ -179,17 +179,17 @@ class Library:
             return page
 
 
-def _read(run: str, folder: Path) -> RunFiles:
+def _read(run: str, folder: Path) -> Source:
     """Returns the readable contents of a run.
 
     Raises:
         NotFound: its folder was deleted, moved or emptied since it was found.
     """
     try:
-        return RunFiles.read(folder)
+        return Source.read(folder)
     except StudyError as error:
         if holds_run(folder):
-            return RunFiles.unreadable(folder, str(error))
+            return Source(folder=folder, problems=[str(error)])
         raise NotFound(f"run '{run}' no longer exists: its folder was deleted, moved or renamed") from None
 
 
@@ -198,11 +198,11 @@ def _signature(folder: Path) -> tuple[Any, ...]:
     return is_running(folder), *(stamp(folder / name) for name in _FILES)
 
 
-def _line(run: str, source: RunFiles, signature: tuple[Any, ...]) -> dict[str, Any]:
+def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any]:
     trials = source.trials
     winner = summary.best(trials)
     top = winner.throughput if winner else None
-    stamps = [changed for changed in signature[1:4] if changed] or [stamp(source.folder / LEDGER) or (0,)]
+    stamps = [changed for changed in signature[1:4] if changed] or [(0,)]
     gain = summary.gain(trials)
     return as_json(
         {

@@ -17,7 +17,7 @@ from ...base.errors import MissingDependency, NotFound, StudyError, UsageError
 from ...base.reading import Outside, open_inside, read_inside, tail_inside
 from ...results.names import TABLE
 from ...results.table import LARGEST_TABLE
-from ..report import RunFiles
+from ..report import Source
 from ..report.page import SCRIPTS, asset, bundle, exports
 from .library import Library
 
@@ -223,7 +223,7 @@ def _readable(library: Library) -> None:
     first_error: NotFound | StudyError | None = None
     for run in library.ids():
         try:
-            RunFiles.read(library.folder(run))
+            Source.read(library.folder(run))
         except (NotFound, StudyError) as error:
             first_error = first_error or error
         else:

@@ -1,6 +1,6 @@
-"""The report of a run: one self-contained HTML page, written from trials.csv and the files beside it."""
+"""The report of a run: one self-contained HTML page."""
 
 from .page import document, page, write_report
-from .run_files import RunFiles
+from .source import Source
 
-__all__ = ["RunFiles", "document", "page", "write_report"]
+__all__ = ["Source", "document", "page", "write_report"]

@@ -163,7 +163,7 @@ def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
     """Returns the times of the trials: `items` of [trial, first lane, lanes, start, end], s from the first start.
 
     A lane is a device; it is a trial where all trials use the same number of devices, or where more than `MOST_LANES`
-    lanes would be needed (see `of`). The table does not record the devices of a trial: each is drawn on the lowest
+    lanes would be needed (see `of`). Which devices a trial used is not recorded: each is drawn on the lowest
     lanes that are free at its start. None if no trial recorded its start.
     """
     spans = [(*trial.measured.span, trial) for trial in trials if trial.measured.span is not None]
@@ -250,7 +250,7 @@ def failures(trials: Sequence[Trial], folder: Path | None) -> list[dict[str, Any
 def _log(members: Sequence[Trial], folder: Path) -> dict[str, Any]:
     logged = [trial for trial in members if trial.measured.log]
     if not logged:
-        return {"log_why": "the table names no log"}
+        return {"log_why": "no log is recorded"}
     latest = logged[-1]
     log_entry = {"log_trial": latest.number, "log_path": latest.measured.log}
     try:

@@ -18,23 +18,24 @@ from ...base.writing import write_atomic
 from ...frameworks import export_targets, render
 from ...knobs.lossy import lossy_of
 from ...results import summary
+from ...results.columns import header, value
+from ...results.listing import knob_names
 from ...results.measurement import Trial
 from . import analysis, words
 from .analysis import effects, failures
-from .run_files import RunFiles
+from .source import Source
 
 LOWEST, HIGHEST = -(2**53), 2**53
 """Range of the whole numbers that JavaScript represents exactly."""
 
 
-def document(source: RunFiles) -> dict[str, Any]:
+def document(source: Source) -> dict[str, Any]:
     """Returns the contents of the report or dashboard page of a run, JSON-ready."""
     trials = source.trials
-    space = words.space(source.request, source.columns)
+    space = words.space(source.request, trials)
     free = {knob["name"]: knob.get("values") for knob in space["knobs"] if not knob.get("derived")}
     contents = {
         "name": source.name,
-        "table": source.table,
         "state": source.state,
         "made": time.time(),
         "simulated": source.simulated,
@@ -67,12 +68,13 @@ def document(source: RunFiles) -> dict[str, Any]:
     return plain
 
 
-def _rows(source: RunFiles) -> dict[str, list[Any]]:
-    """Returns the table by columns, without those whose cells are all empty."""
+def _rows(source: Source) -> dict[str, list[Any]]:
+    """Returns the columns of trials.csv, without those whose cells are all empty."""
     always = ("trial", "status", "reason", "throughput")
+    columns = {name: [value(trial, name) for trial in source.trials] for name in header(knob_names(source.trials))}
     return {
         name: cells
-        for name, cells in source.columns.items()
+        for name, cells in columns.items()
         if name in always or any(cell is not None and cell != "" for cell in cells)
     }
 
@@ -92,7 +94,7 @@ def as_json(value: Any) -> Any:
     return str(value)
 
 
-def exports(source: RunFiles, trial: Trial | None = None) -> list[dict[str, Any]]:
+def exports(source: Source, trial: Trial | None = None) -> list[dict[str, Any]]:
     """Returns a trial's configuration in each export format, as `target`, `about`, `text` and `notes`.
 
     `notes` are remarks, if the format has no comments for them in the text. A format that cannot represent the
@@ -187,21 +189,20 @@ NAME = "report.html"
 """File name of the report in the folder of a run."""
 
 
-def write_report(run: str | Path, output: str | Path | None = None) -> Path:
+def write_report(run: str | Path, output: str | Path | None = None, *, storage: str | None = None) -> Path:
     """Writes the report of a run and returns its path.
 
     Args:
-        run: the folder of the run, finished or still running, or a table of trials (CSV).
-        output: the file to write; None for `report.html` in the folder of the run, or, for a table of another
-            name, that name with `.html`.
+        run: the folder of the run, finished or still running, or a best.yaml or plan.
+        output: the file to write; None for `report.html` in the folder of the run, or for a file its name with `.html`.
+        storage: storage of the trials if they are not in the folder, as for `View`.
 
     Raises:
-        StudyError: there is no run, a required file is missing, or the report cannot be written.
+        StudyError: there is no run, it cannot be read, or the report cannot be written.
     """
-    source = RunFiles.read(run)
+    source = Source.read(run, storage=storage)
     if output is None:
-        alone = Path(run).is_file() and source.table != "trials.csv"
-        output = source.folder / (Path(source.table).stem + ".html" if alone else NAME)
+        output = source.folder / (Path(source.file).stem + ".html" if source.file else NAME)
     output = path_of(output)
     if output.is_dir():
         output = output / NAME

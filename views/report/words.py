@@ -1,7 +1,10 @@
 """The request, the space and the environment of a run as readable text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ...results.listing import knob_names
+from ...results.measurement import Trial
 
 _ASKED = {
     "model": "Model",
@@ -61,14 +64,14 @@ def began(request: Mapping[str, Any] | None) -> str:
     return _moment((request or {}).get("created") or "")
 
 
-def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Returns the knobs and constraints: those of run.yaml, or those seen in the columns of the table.
+def space(request: Mapping[str, Any] | None, trials: Sequence[Trial]) -> dict[str, Any]:
+    """Returns the knobs and constraints: those of run.yaml, or those of the trials.
 
     Each of `knobs` has `name`, `values` (None for a derived one), `default`, `help`, `when`, `derived`; each of
     `constraints` has `text` and `reason`. `declared` is true if the space comes from run.yaml.
     """
     document = (request or {}).get("asked", {}).get("space")
-    seen = {name[len("knob.") :]: cells for name, cells in columns.items() if name.startswith("knob.")}
+    seen = {name: [trial.config.get(name) for trial in trials] for name in knob_names(trials)}
     if "knobs" not in (document or {}):
         return {"declared": False, "constraints": [], "knobs": [_seen(name, cells) for name, cells in seen.items()]}
     knobs = [_knob(entry) for entry in document["knobs"] if "name" in entry]

@@ -60,7 +60,7 @@ function memoryTile(run, predicted) {
   const limit = winner.memory_limit_mib ?? run.headline.limit_mib;
   const free = given(limit) && limit > 0 ? 1 - winner.peak_memory_mib / limit : null;
   return tile(`Peak memory${predicted}`, memory(winner.peak_memory_mib),
-    given(free) ? `${percent(Math.max(free, 0))} of ${memory(limit)} left as headroom` : "the limit is not in the table",
+    given(free) ? `${percent(Math.max(free, 0))} of ${memory(limit)} left as headroom` : "the limit is not recorded",
     given(free) ? shareBar([{ kind: "fill-memory", size: winner.peak_memory_mib }, { kind: "fill-rest", size: Math.max(limit - winner.peak_memory_mib, 0) }], "share of the memory limit in use") : null);
 }
 

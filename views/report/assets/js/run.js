@@ -11,7 +11,7 @@ function title(run, ...more) {
   return el("header", { class: "title" },
     el("div", {}, el("h1", {}, run.name), el("span", { class: `state state-${run.state}`, title: STATE_WORDS[run.state] }, STATES[run.state]), tagsOf(run, run.winner && run.winner.lossy)),
     el("p", { class: "identity" }, [["Folder", run.path || run.folder], ["Devices", run.devices], ["Started", run.began]].filter(([, value]) => value).map(([name, value]) => el("span", {}, `${name} `, el("strong", {}, value)))),
-    el("p", { class: "under" }, `Made from ${run.table} on ${moment(run.made)}. ${run.state === "finished" ? "" : STATE_WORDS[run.state]}`), more);
+    el("p", { class: "under" }, `Made on ${moment(run.made)}. ${run.state === "finished" ? "" : STATE_WORDS[run.state]}`), more);
 }
 
 // The figures; each returns a section, or null for a run without its data.

@@ -13,7 +13,7 @@ function spaceWords(run) {
   const { knobs, constraints, declared } = run.space;
   if (!knobs.length) return null;
   return section("space", "The search space",
-    declared ? "The knobs and their values. Underlined: the default." : "There is no run.yaml, so these are the values in the table; the space may contain others.",
+    declared ? "The knobs and their values. Underlined: the default." : "There is no run.yaml, so these are the values of the trials; the space may contain others.",
     el("dl", { class: "space" }, knobs.map((each) => el("div", {}, el("dt", {}, each.name),
       el("dd", {}, knobWords(run, each), each.when ? el("span", { class: "aside" }, ` only when ${each.when}`) : null, each.help ? el("p", { class: "under" }, each.help) : null)))),
     constraints.length ? [el("h3", {}, "Constraints"), el("ul", { class: "rules" }, constraints.map((each) => el("li", {}, each.reason ? `${each.reason}: ` : "", el("code", {}, each.text))))] : null);

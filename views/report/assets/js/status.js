@@ -12,7 +12,7 @@ const STATUS_WORDS = {
 };
 
 const STATES = {
-  running: "running", finished: "finished", nothing: "no winner", stopped: "stopped", table: "table only",
+  running: "running", finished: "finished", nothing: "no winner", stopped: "stopped", plan: "by itself",
 };
 
 const STATE_WORDS = {
@@ -20,7 +20,7 @@ const STATE_WORDS = {
   finished: "The search has finished.",
   nothing: "The search has finished without a winner: no trial succeeded.",
   stopped: "No process works on this run, and it has not finished; `redline tune --resume` continues it.",
-  table: "There is no run.yaml beside the table, so the request, the space, the environment and the state of the search are unknown.",
+  plan: "A best.yaml or a plan by itself: one configuration, without the other trials.",
 };
 
 // Kinds of marks and their shapes; later ones are drawn on top. Hollow: measured once where others were measured again.

@@ -118,7 +118,7 @@ function trialTable(first, open) {
   const left = el("p", { class: "under", hidden: true });
   addEventListener("beforeprint", () => {
     clear(body).append(...shown.slice(0, PRINTED).map(line));
-    left.textContent = `${number(shown.length - PRINTED, 9)} more are in ${run.table}.`;
+    left.textContent = `${number(shown.length - PRINTED, 9)} more are in trials.csv.`;
     left.hidden = shown.length <= PRINTED;
   });
   addEventListener("afterprint", () => { left.hidden = true; draw(); });
