@@ -1199,6 +1199,11 @@ def test_a_variable_that_may_hold_options_is_named():
     ]
 
 
+def test_a_variable_that_names_the_engines_file_leaves_the_sharding_open():
+    command = "deepspeed --num_gpus 2 run_clm.py --per_device_train_batch_size 2 --eval_strategy no --deepspeed $DS"
+    assert read(command).unset == {"--fix zero=N": "deepspeed = $DS"}
+
+
 def test_checkpointing_that_an_engine_leaves_out_is_still_the_trainers(tmp_path):
     (tmp_path / "fsdp.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_activation_checkpointing: false, fsdp_version: 2}\n"

@@ -33,6 +33,7 @@ PUBLISHED_MILLIONS = {
     "mixtral-8x7b": 46702.8,
     "qwen3-235b-a22b": 235093.6,
     "deepseek-v3": 671026.4,
+    "deepseek-v3-16b": 15706.5,
     "gpt-neox-20b": 20554.6,
     "llama3.2-1b": 1235.8,
     "llama2-7b": 6738.4,
