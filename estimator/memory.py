@@ -190,7 +190,9 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
         )
         recomputed = np.minimum(rank.cols.checkpoint_ratio * blocks * form.compute, weights)
         weights = np.where((rank.cols.zero >= 3) | _keeps_whole_weights(rank), weights - recomputed, weights)
-    gradients = rank.trained * form.parameter if rank.setup.gradient_copy else rank.none
+    # Where gradients have a buffer, a hook adds each one to it and frees it (Megatron-LM's distributed data parallelism).
+    stays = rank.setup.gradient_copy and not rank.setup.gradients_stay
+    gradients = rank.trained * form.parameter if stays else rank.none
     return {"weight copies": weights, "gradient copies": gradients}
 
 
@@ -287,8 +289,13 @@ def _saved(rank: Rank, model_part: Part, constants: Constants, scores: bool = Tr
     with_scores, without = (
         per_token(model_part.saved, model_part, *divisors, rank.seq_len, counted) for counted in (scores, False)
     )
-    rows_of_experts = kept(model_part, rank.cols, rank.facts.precision, constants)
-    return np.where(rank.cols.cp > 1, without, with_scores) + rows_of_experts
+    lasting = 1 - model_part.rebuilt.exchange  # a mixture that is recomputed by itself receives its rows again
+    return np.where(rank.cols.cp > 1, without, with_scores) + lasting * _rows_of_experts(rank, model_part, constants)
+
+
+def _rows_of_experts(rank: Rank, model_part: Part, constants: Constants) -> np.ndarray:
+    """Extra bytes a token of a block's mixture that is spread over ranks."""
+    return kept(model_part, rank.cols, rank.facts.precision, constants)
 
 
 def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
@@ -299,6 +306,7 @@ def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
         transient = present * per_token(
             model_part.transient, model_part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
         )
+        transient = transient + present * model_part.rebuilt.exchange * _rows_of_experts(rank, model_part, constants)
         saved = present * _saved(rank, model_part, constants)
         working = np.maximum(working, transient)
         rebuilds = rank.setup.keeps_products | (rank.cols.checkpoint_ratio > 0)

@@ -1,5 +1,7 @@
 """Recomputed modules of Megatron-LM take less memory and more time; unknown ones are refused."""
 
+from dataclasses import replace
+
 import pytest
 from redline.base.errors import UsageError
 from redline.estimator import Estimator, Shape
@@ -70,3 +72,28 @@ def test_names_are_checked():
     assert set(MODULES) >= {"moe_act", "layernorm", "mla_up_proj", "core_attn", "mlp"}
     with pytest.raises(UsageError, match="unknown module 'moeact'; did you mean 'moe_act'"):
         find_trainer("megatron").assuming({"recompute_modules": "moeact"})
+
+
+def test_a_recomputed_mixture_keeps_no_rows_of_other_ranks_and_receives_them_again():
+    def of_spread_experts(modules):
+        """MiB of activations, and of recomputation, that experts on 32 ranks take beyond experts on each."""
+        config = {**CONFIGS[DEEPSEEK], "tp": 1, "pp": 1, "dp": 256, "grad_accum": 1}
+        setup = find_trainer("megatron").training(seq_len=4096, devices=256, loss="fused", recompute_modules=modules)
+        estimator = Estimator(replace(DEEPSEEK, layers=24), "h800-80gb", setup, framework="megatron")
+        spread, alone = (estimator({**config, "ep": ranks}).breakdown for ranks in (32, 1))
+        return [spread[f"memory.{term}"] - alone[f"memory.{term}"] for term in ("activations", "recomputation")]
+
+    rows = 4096 * 8 * 7168 * 2 / 2**20  # of a micro-batch: 4096 tokens, 8 rows each, 7168 numbers of 2 bytes in a row
+    activations, recomputation = of_spread_experts(None)
+    assert activations > (24 - 3) * rows and recomputation == 0
+    activations, recomputation = of_spread_experts("moe")
+    assert activations == pytest.approx(0) and recomputation > rows
+
+
+def test_megatron_frees_a_gradient_of_its_own_once_it_is_in_the_buffer():
+    def predicted_with(**conventions):
+        setup = find_trainer("megatron").training(seq_len=4096, devices=256, **conventions)
+        return Estimator(DENSE, "h800-80gb", setup, framework="megatron")(CONFIGS[DENSE])
+
+    fused, apart = predicted_with(), predicted_with(gradient_copy=True)
+    assert apart.peak_memory_mib == fused.peak_memory_mib and apart.step_ms > fused.step_ms
