@@ -24,12 +24,12 @@ LOG_LINES = 6
 """Last lines of a failed trial's log that are shown."""
 
 
-def print_result(result: Result, *, launcher: str | None = "", storage: str | None = None) -> None:
+def print_result(result: Result, *, of_command: bool = False, storage: str | None = None) -> None:
     """Prints the result of a search, as wide as the terminal.
 
     Args:
         result: the result.
-        launcher: trainer of the command that was tuned, None if that is not a known one; empty without a command.
+        of_command: True if a command was tuned.
         storage: URL of the ledger, if it is not in the folder.
     """
     console = Console(highlight=False)
@@ -40,7 +40,7 @@ def print_result(result: Result, *, launcher: str | None = "", storage: str | No
         console.print(Text(f"Done: {result.ended}.", style="dim"))
     if result.best is None:
         reason = summary.fails_everywhere(result.all_trials)
-        target = "command" if launcher != "" else "model"
+        target = "command" if of_command else "model"
         why = f"Your {target} fails in every configuration: {reason}" if reason else f"Nothing feasible: {result.why}"
         console.print(Text(fold(why), style="bold red"))
     else:
@@ -49,7 +49,7 @@ def print_result(result: Result, *, launcher: str | None = "", storage: str | No
         names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
         existing = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
         console.print(Text(f"wrote    {result.folder}: {', '.join(existing)}"), soft_wrap=True)
-        for line in _next_commands(result, launcher, storage):
+        for line in _next_commands(result, of_command, storage):
             console.print(Text(line, style="dim"), soft_wrap=True)
 
 
@@ -193,7 +193,7 @@ def _default_failed(result: Result) -> str:
     return f"{trial.measured.status} ({fold(trial.measured.reason)})"
 
 
-def _next_commands(result: Result, launcher: str | None, storage: str | None) -> list[str]:
+def _next_commands(result: Result, of_command: bool, storage: str | None) -> list[str]:
     folder = shlex.quote(str(result.folder))
     if result.interrupted:
         storage_option = f" --storage {shlex.quote(without_password(storage))}" if storage else ""
@@ -207,13 +207,12 @@ def _next_commands(result: Result, launcher: str | None, storage: str | None) ->
         rank = re.match(r"rank \d+(?=: )", crash.reason)
         lines = _end_of(result.folder, crash.log, f"[{rank[0]}] " if rank else "")
         return [*lines, f"next     read {shlex.quote(f'{result.folder}/{crash.log}')}"]
-    from ..frameworks.export import export_targets, suited_target
-
     report = f"next     redline report {folder}"
-    if launcher is None or (launcher and launcher not in export_targets()):
-        return [report]
-    target = launcher or suited_target(result.best.config)
-    return [report, f"         redline export {folder} --to {target}   (or --list)"]
+    if of_command:  # without a knob the winner's command is the one that was given
+        return [report, f"         sh {folder}/winner/command.sh"] if result.best.config else [report]
+    from ..frameworks.export import suited_target
+
+    return [report, f"         redline export {folder} --to {suited_target(result.best.config)}   (or --list)"]
 
 
 def _end_of(folder: Path, log: str, beginning: str) -> list[str]:

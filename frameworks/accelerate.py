@@ -19,9 +19,8 @@ from .common import (
     note_reduction,
     note_tf32,
 )
-from .export_input import PORT, ExportInput, Hosts
+from .export_input import PORT, ExportInput, Target, as_yaml
 from .framework import SettingsReader, file_keys, framework_of, knob_table, nested, text_of
-from .target import Target, as_yaml
 from .trainer import conventions
 
 CHECKED = ("accelerate", "1.15")
@@ -38,8 +37,6 @@ KNOBS = knob_table("accelerate")
 
 def config(setup: ExportInput) -> dict[str, Any]:
     """The keys of accelerate's ClusterConfig."""
-    if setup.command:
-        return _of_a_command(setup)
     note_pipeline(setup)
     sharded = _shards(setup)
     document: dict[str, Any] = {
@@ -69,7 +66,7 @@ def config(setup: ExportInput) -> dict[str, Any]:
     note_partial_checkpointing(setup, "this checkpoints every block")
     groups = setup.knob("hsdp") if sharded else setup.dp
     if setup.tp > 1 or (sharded and groups > 1):
-        document |= nested(_replicas(groups, setup.dp) | KNOBS.write("tp", setup.tp) | KNOBS.write("cp", 1))
+        document |= nested(_replicas(groups, setup.dp) | KNOBS["tp"].settings(setup.tp) | KNOBS["cp"].settings(1))
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: the model must be loaded cut as well, by from_pretrained(..., tp_plan='auto', "
@@ -77,7 +74,7 @@ def config(setup: ExportInput) -> dict[str, Any]:
         )
     if setup.knob("fusion"):
         document["dynamo_config"] = {
-            "dynamo_backend": KNOBS.write("fusion", True)[_DYNAMO],
+            "dynamo_backend": KNOBS["fusion"].settings(True)[_DYNAMO],
             "dynamo_mode": "default",
             "dynamo_use_dynamic": False,
             "dynamo_use_fullgraph": False,
@@ -86,22 +83,6 @@ def config(setup: ExportInput) -> dict[str, Any]:
         }
     _note_the_rest(setup)
     return document
-
-
-def _of_a_command(setup: ExportInput) -> dict[str, Any]:
-    """The keys that were tuned, and the processes, without which a file cannot be loaded."""
-    several = "MULTI_CPU" if setup.device_type == "cpu" else "MULTI_GPU"
-    processes = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": several if setup.devices > 1 else "NO",
-        "num_machines": Hosts.of(setup.devices, setup.per_host).count,
-        "num_processes": setup.devices,
-        "use_cpu": setup.device_type == "cpu",
-    }
-    tuned = setup.tuned(KNOBS)
-    if "distributed_type" not in tuned:
-        setup.note("an engine that the command names, such as FSDP or DeepSpeed, is not in this file")
-    return processes | nested(tuned)
 
 
 def _rendezvous(setup: ExportInput) -> dict[str, Any]:
@@ -155,7 +136,7 @@ def _mixed_precision(setup: ExportInput) -> str:
         note_tf32(setup)
     # An 8-bit file has one scale per tensor, whichever was measured.
     expressible = {"bf16_pure": "fp32", "tf32": "fp32", "fp8_rowwise": "fp8"}.get(precision, precision)
-    return str(KNOBS.write("precision", expressible)["mixed_precision"])
+    return str(KNOBS["precision"].settings(expressible)["mixed_precision"])
 
 
 def _fp8(setup: ExportInput) -> dict[str, Any]:
@@ -176,13 +157,13 @@ def _fsdp(setup: ExportInput) -> dict[str, Any]:
     if offload:
         setup.note(FSDP_OFFLOAD)
     stage = 2 if setup.exchange.gathered in ("update", "step") else 3
-    zero = {name: value for name, value in KNOBS.write("zero", stage).items() if name != "distributed_type"}
+    zero = {name: value for name, value in KNOBS["zero"].settings(stage).items() if name != "distributed_type"}
     return nested(
         {"fsdp_config.fsdp_version": zero.pop("fsdp_config.fsdp_version")}
         | {"fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         | zero
-        | KNOBS.write("offload", "optimizer" if offload else "none")
-        | KNOBS.write("checkpoint_ratio", int(setup.knob("checkpoint_ratio") > 0))
+        | KNOBS["offload"].settings("optimizer" if offload else "none")
+        | KNOBS["checkpoint_ratio"].settings(int(setup.knob("checkpoint_ratio") > 0))
         | {
             "fsdp_config.fsdp_cpu_ram_efficient_loading": False,
             "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",

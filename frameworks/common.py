@@ -6,7 +6,7 @@ from typing import Any
 
 from ..knobs.text import value_text
 from .export_input import ExportInput
-from .framework import SettingsReader, number
+from .framework import SettingsReader, number, settings_of
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Optimizer of trials if the workload has none: AdamW, at a constant rate."""
@@ -212,24 +212,8 @@ def read_lora(
         reader.facts["lora"] += f",dropout={share:g}"
 
 
-OPTIMIZERS: Mapping[str, tuple[str, str]] = {
-    "adamw": ("adamw", ""),
-    "adam": ("adam", ""),
-    "adafactor": ("adafactor", ""),
-    "lion": ("lion", ""),
-    "rmsprop": ("lion", "one state a parameter"),
-    "adagrad": ("lion", "one state a parameter"),
-    "momentum": ("sgd-momentum", ""),
-    "sgd": ("sgd", ""),
-}
-"""Optimizers by a part of their name: the estimator's, and how it is like that."""
-_LOW_RANK = {"galore": 128, "apollo": 1}
-"""Optimizers with states of projected gradients, and the rank that transformers' arguments have by default."""
 _MOMENTA = ("optimizer.params.momentum", "optimizer.init_args.momentum", "optimizer.momentum", "sgd_momentum")
 """Settings of SGD's momentum, which is a state of each parameter."""
-_ODD = ("4bit", "lomo", "muon", "badam", "layerwise", "mini", "ademamix", "shampoo", "soap", "dion", "onebit",
-        "zerooneadam", "lamb", "came", "optimi")  # fmt: skip
-"""Parts of names of optimizers with states of another size or number."""
 
 
 def read_optimizer(reader: SettingsReader, *keys: str) -> None:
@@ -239,19 +223,20 @@ def read_optimizer(reader: SettingsReader, *keys: str) -> None:
         return
     lowered = str(value).lower()
     reader.facts["optimizer"] = str(value)
-    part = next((part for part in OPTIMIZERS if part in lowered), None)
+    facts = settings_of("every")
+    optimizer = next((optimizer for part, optimizer in facts["optimizers"].items() if part in lowered), None)
     key = next(key for key in keys if reader.has(key))
-    for name, rank in _LOW_RANK.items():
+    for name, rank in facts["low_rank"].items():
         if name in lowered and not _reads_projection(reader, rank):
             reader.misunderstood(key)
-    if part is None or any(odd in lowered for odd in _ODD):
+    if optimizer is None or any(odd in lowered for odd in facts["odd_optimizers"]):
         reader.misunderstood(key)
         return
-    name, likeness = OPTIMIZERS[part]
+    name = optimizer["states"]
     if name == "sgd" and number(reader.get(*_MOMENTA)):
         name = "sgd-momentum"
-    if likeness:
-        reader.note(f"{reader.name(*keys)} = {value} is taken for an optimizer with {likeness}")
+    if "likeness" in optimizer:
+        reader.note(f"{reader.name(*keys)} = {value} is taken for an optimizer with {optimizer['likeness']}")
     if name not in ("adamw", "adam"):
         reader.conventions["optimizer"] = name
     if "8bit" in lowered:
@@ -271,22 +256,6 @@ def _reads_projection(reader: SettingsReader, rank: int) -> bool:
     return False
 
 
-_STAGES: Mapping[str, tuple[int, bool, str]] = {
-    "pt": (1, False, ""),
-    "sft": (1, False, ""),
-    "dpo": (2, True, "pairs of sequences, and a reference model without gradients"),
-    "ipo": (2, True, "pairs of sequences, and a reference model without gradients"),
-    "orpo": (2, False, "pairs of sequences"),
-    "simpo": (2, False, "pairs of sequences"),
-    "kto": (1, True, "a reference model without gradients"),
-    "rm": (2, False, "pairs of sequences; the value head's copies of logits and hidden states are not counted"),
-    "reward": (2, False, "pairs of sequences; the logits that a reward model has not are counted"),
-}
-"""Kinds of training: sequences of a sample, whether there is a second model, and both in words."""
-_INCOMPLETE = ("rm",)
-"""Kinds of training with memory that no term describes: LLaMA-Factory's value head."""
-
-
 def read_stage(
     reader: SettingsReader, key: str, shown: str = "", *, reference: bool | None = None, fuses_loss: bool = False
 ) -> None:
@@ -303,7 +272,7 @@ def read_stage(
     if value is None:
         return
     shown = shown or f"{reader.name(key)} = {value}"
-    stage = _STAGES.get(str(value).lower())
+    stage = settings_of("every")["stages"].get(str(value).lower())
     if str(value).lower() not in ("pt", "sft") and not fuses_loss and reader.knobs.get("kernels"):
         reader.knobs["kernels"] = False
         reader.note(f"{shown} takes logits from the model: its fused kernels compute no loss, and are not estimated")
@@ -313,8 +282,8 @@ def read_stage(
             f"{shown}: estimated like supervised training; samples that are generated, and further models, are not counted"
         )
         return
-    sequences, second, words = stage
-    if str(value).lower() in _INCOMPLETE:
+    sequences, second, words = stage["sequences"], stage["second"], stage.get("words")
+    if stage.get("incomplete"):
         reader.misunderstood(key)
     if sequences > 1:
         reader.facts["sequences"] = sequences

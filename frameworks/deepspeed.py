@@ -19,9 +19,8 @@ from .common import (
     read_optimizer,
     torch_optimizer,
 )
-from .export_input import ExportInput
+from .export_input import ExportInput, Target
 from .framework import SettingsReader, framework_of, knob_table, nested, number
-from .target import Target
 
 CHECKED = ("deepspeed", "0.19")
 _BF16, _FP16 = "bf16.enabled", "fp16.enabled"
@@ -36,8 +35,6 @@ def config(setup: ExportInput) -> dict[str, Any]:
     Raises:
         UsageError: the configuration has both tensor parallelism and pipeline stages.
     """
-    if setup.command:
-        return nested(setup.tuned(KNOBS))
     if setup.tp > 1 and setup.pp > 1:
         raise UsageError(
             f"cannot export trial {setup.trial.number} to deepspeed: DeepSpeed cannot run "
@@ -47,7 +44,7 @@ def config(setup: ExportInput) -> dict[str, Any]:
     document: dict[str, Any] = {}
     if setup.micro_batch is not None:
         document["train_batch_size"] = setup.global_batch
-        document |= KNOBS.write("micro_batch", setup.micro_batch) | KNOBS.write("grad_accum", setup.grad_accum)
+        document |= KNOBS["micro_batch"].settings(setup.micro_batch) | KNOBS["grad_accum"].settings(setup.grad_accum)
     else:
         setup.note("the batch is not known: set train_micro_batch_size_per_gpu")
     zero = _zero(setup)
@@ -55,19 +52,19 @@ def config(setup: ExportInput) -> dict[str, Any]:
     document |= _precision(setup, zero["stage"])
     setup.knob("reduce_dtype")
     if setup.replicas > 1:
-        document |= KNOBS.write("reduce_dtype", "bf16" if setup.formats.reduced == "bf16" else "fp32")
+        document |= KNOBS["reduce_dtype"].settings("bf16" if setup.formats.reduced == "bf16" else "fp32")
     document |= _optimizer(setup, zero)
     # By default DeepSpeed clips at 1, which was not measured.
     document["gradient_clipping"] = 0.0
     # Its timer would wait for the device twice in every micro-batch.
     document["timers"] = {"throughput": {"enabled": False}}
     if setup.tp > 1:
-        document |= nested(KNOBS.write("tp", setup.tp))
+        document |= nested(KNOBS["tp"].settings(setup.tp))
         setup.note(
             f"tp={setup.tp} became DeepSpeed's AutoTP, which cuts the models it knows; check that it knows this one"
         )
     if setup.sp > 1:
-        document |= KNOBS.write("sp", setup.sp)
+        document |= KNOBS["sp"].settings(setup.sp)
         setup.note(
             f"sp={setup.sp}: give deepspeed.initialize(mpu=...) what UlyssesSPAttentionHF.register_with_transformers("
             f"..., sequence_parallel_size={setup.sp}, micro_batch_size={setup.micro_batch}) returns, and take batches "
@@ -75,7 +72,7 @@ def config(setup: ExportInput) -> dict[str, Any]:
             "weighed by its labels in your loop"
         )
     if setup.pp > 1:
-        document |= nested(KNOBS.write("pp", setup.pp))
+        document |= nested(KNOBS["pp"].settings(setup.pp))
         setup.note(
             f"pp={setup.pp}: the model must be a deepspeed.pipe.PipelineModule(num_stages={setup.pp}); "
             "gradient_accumulation_steps are its micro-batches"
@@ -124,7 +121,7 @@ def _precision(setup: ExportInput, stage: int) -> dict[str, Any]:
             "torchao.float8.convert_to_float8_training converts your model"
         )
         precision = "bf16"
-    return nested(KNOBS.write("precision", precision)) if precision != "fp32" else {}
+    return nested(KNOBS["precision"].settings(precision)) if precision != "fp32" else {}
 
 
 def _optimizer(setup: ExportInput, zero: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +140,7 @@ def _optimizer(setup: ExportInput, zero: Mapping[str, Any]) -> dict[str, Any]:
         setup.note("offload=optimizer: DeepSpeed updates by its own DeepSpeedCPUAdam, which it compiles at first use")
     else:
         # PyTorch's own optimizer, as measured: DeepSpeed's fused one has to be compiled.
-        adam = nested(KNOBS.write("fused_optimizer", True))["optimizer"]["params"]
+        adam = nested(KNOBS["fused_optimizer"].settings(True))["optimizer"]["params"]
         params |= adam if fused else {name: value for name, value in adam.items() if name != "fused"}
     return {"optimizer": {"type": "AdamW", "params": params}}
 

@@ -10,9 +10,8 @@ from ..base.errors import UsageError, unknown
 from ..results import summary
 from ..results.columns import fold, number, speed
 from ..results.measurement import PLANNED, Trial
-from . import accelerate, configuration, deepspeed, lightning, megatron, script, torchtitan, trainer
-from .export_input import ExportInput, ending
-from .target import SUFFIXES, Export, Target
+from . import accelerate, configuration, deepspeed, lightning, megatron, torchtitan, trainer
+from .export_input import SUFFIXES, Export, ExportInput, Target, ending
 
 _WIDTH = 100  # columns of the lines of notes
 _TARGETS: tuple[Target, ...] = (
@@ -22,7 +21,7 @@ _TARGETS: tuple[Target, ...] = (
     lightning.TARGET,
     torchtitan.TARGET,
     megatron.TARGET,
-    script.TARGET,
+    configuration.PYTHON,
     configuration.YAML,
     configuration.JSON,
     configuration.ENV,

@@ -1,9 +1,10 @@
-"""Input of an export: a configuration, its sizes, and a record of the knobs carried over."""
+"""Targets of exports, their results, and their input: a configuration, its sizes, and a record of the knobs carried over."""
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from ..base.errors import UsageError
 from ..knobs.layers import own_knobs, uniform
@@ -13,7 +14,6 @@ from ..knobs.strategy import MAX_DEVICES, STANDARD, is_even, is_whole
 from ..knobs.text import value_text
 from ..results.columns import fold
 from ..results.measurement import Trial
-from .framework import KnobSettings
 
 SEQUENCES = ("sp", "cp")
 """Degrees that cut sequences over ranks."""
@@ -63,6 +63,90 @@ a step several times slower as soon as anything else runs on the machine; sleepi
 """
 
 
+Form = Literal["yaml", "json", "shell", "python", "env"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A framework, or a plain format, that a configuration can be exported to."""
+
+    name: str
+    """Name for `--to`."""
+    about: str
+    """Short description."""
+    stem: str
+    """Default name of its file, without the suffix."""
+    forms: Mapping[str, Callable[["ExportInput", str], str]]
+    """For each form `body(setup, comment)`, which returns the text. `comment` contains the notes as lines without
+    comment signs; a form with comments inserts them. The first form is the default.
+    """
+    silent: frozenset[str] = frozenset()
+    """Forms without comments."""
+    checked: tuple[str, str] | None = None
+    """Package of the framework, with the version that exports were checked against."""
+    pipelines: bool = True
+    """True if it supports pipeline stages."""
+    sequences: tuple[str, ...] = ()
+    """Those of `sp` and `cp` that it supports."""
+    runs: bool = False
+    """True if it can treat runs of blocks unlike each other (`strategy`)."""
+    uneven: bool = False
+    """True if it supports stages with given numbers of blocks (`stage_blocks`)."""
+    trains: tuple[str, ...] = ("",)
+    """Endings of the classes of transformers that it can train; by default those of all."""
+    use: Callable[[str], str] | None = None
+    """How a file of that name is used, if `start` does not show it."""
+    start: Callable[["ExportInput", str], str] | None = None
+    """Shell line that starts a training with a file of that name (quoted for a shell) on one host, or that runs on
+    each of several hosts, with MASTER_ADDR the first host's name and NODE_RANK each host's number from 0. Further
+    arguments can be appended. None if there is nothing to start.
+    """
+
+    def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> "ExportInput":
+        """Input of an export to this target."""
+        setup = ExportInput(trial, document, self)
+        if setup.command and self.start is not None:
+            raise UsageError(
+                f"{self.name} states a training of redline's own, but this run measured a command: the winner's command is in "
+                "winner/command.sh of the run's folder; --to yaml, json and env write what was tuned"
+            )
+        if setup.model_class and not setup.model_class.endswith(self.trains):
+            raise UsageError(
+                f"{self.name} trains language models (*{', *'.join(self.trains)}), but this run measured "
+                f"{setup.model_class}: its settings would start another training; --to accelerate and --to python keep the model"
+            )
+        return setup
+
+    def runs_whole(self, config: Mapping[str, Any]) -> bool:
+        """True if its file runs a configuration on all its devices."""
+        lacking = [name for name in SEQUENCES if name not in self.sequences] + ([] if self.pipelines else ["pp"])
+        return all(config.get(name, 1) == 1 for name in lacking) and (self.uneven or config.get("stage_blocks") is None)
+
+    def file(self, form: str) -> str:
+        """Default name of a file of that form."""
+        return self.stem + SUFFIXES[form]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Export:
+    """A configuration exported to a target."""
+
+    target: str
+    """Name of the target."""
+    form: str
+    """`yaml`, `json`, `shell`, `python` or `env`; it determines the suffix of a file."""
+    text: str
+    """The file's text."""
+    notes: tuple[str, ...]
+    """Warnings, and what could not be carried over. They are in the text too, except for a form without comments."""
+    use: tuple[str, ...]
+    """Instructions, in lines; in the text too, likewise."""
+    devices: int
+    """Devices of one training."""
+    comments_inside: bool
+    """True if the text contains the notes."""
+
+
 class ExportInput:
     """A configuration to write for another framework.
 
@@ -72,41 +156,28 @@ class ExportInput:
     Args:
         trial: trial with the configuration.
         document: the run's run.yaml; None if only the trials are known.
-        target: the framework, as named in notes.
-        pipelines: True if it supports pipeline stages; otherwise the file runs on 1/pp of the devices.
-        sequences: those of `sp` and `cp` that it supports; for each other one, the file runs on that fraction of the devices.
-        runs: True if it can treat runs of blocks unlike each other.
-        uneven: True if it supports stages with given numbers of blocks.
+        target: the framework. Without pipeline stages there, the file runs on 1/pp of the devices, and likewise for each of
+            `sp` and `cp` that it does not support.
 
     Raises:
         UsageError: the configuration's sizes are not whole numbers, or contradict each other.
     """
 
-    def __init__(
-        self,
-        trial: Trial,
-        document: Mapping[str, Any] | None,
-        target: str,
-        *,
-        pipelines: bool = True,
-        sequences: Collection[str] = SEQUENCES,
-        runs: bool = True,
-        uneven: bool = True,
-    ) -> None:
+    def __init__(self, trial: Trial, document: Mapping[str, Any] | None, target: Target) -> None:
         request = (document or {}).get("asked", {})
         self.trial = trial
-        self.config = dict(trial.config) if runs else self._without_runs(trial, target)
+        self.config = dict(trial.config) if target.runs else self._without_runs(trial, target.name)
         if is_even(self._stage_blocks()):
             self.config.pop("stage_blocks", None)
-        elif not uneven:
+        elif not target.uneven:
             raise UsageError(
-                f'cannot export trial {trial.number} to {target}: stage_blocks="{self.config["stage_blocks"]}" gives stages '
-                f"different numbers of blocks, which {target} cannot state; --to megatron and --to python can"
+                f'cannot export trial {trial.number} to {target.name}: stage_blocks="{self.config["stage_blocks"]}" gives stages '
+                f"different numbers of blocks, which {target.name} cannot state; --to megatron and --to python can"
             )
         self._standard = {
             name: value for name, value in self.config.items() if name not in STANDARD or STANDARD[name].can_be(value)
         }
-        self.target = target
+        self.target = target.name
         self.notes: list[str] = []
         """Limitations of the export, one sentence each."""
         self._used: set[str] = set()
@@ -152,7 +223,7 @@ class ExportInput:
         self.dp = self._size("dp") if "dp" in self.config else max(1, (total or 1) // split)
         """Replicas with their own samples."""
         shared = {name: getattr(self, name) for name in SEQUENCES}
-        self.replicas = self.dp * prod(ranks for name, ranks in shared.items() if name in sequences)
+        self.replicas = self.dp * prod(ranks for name, ranks in shared.items() if name in target.sequences)
         """Ranks that share what ZeRO shards: the replicas, times the ranks that share a sequence if the target
         supports them.
         """
@@ -160,7 +231,7 @@ class ExportInput:
         """Devices of one training."""
         if self.devices > MAX_DEVICES:
             raise UsageError(f"cannot export trial {trial.number}: it is for {self.devices:,} devices")
-        self.processes = self.tp * self.replicas * (self.pp if pipelines else 1)
+        self.processes = self.tp * self.replicas * (self.pp if target.pipelines else 1)
         """Number of devices that the exported file runs on."""
         per_host = devices.get("per_host")
         self.per_host: int | None = per_host if isinstance(per_host, int) and per_host > 0 else None
@@ -171,7 +242,7 @@ class ExportInput:
         self._cores: int = host.get("cores") or 1
         self._used.update(("tp", "sp", "cp", "pp", "dp", "micro_batch", "grad_accum"))
         for name, ranks in shared.items():
-            if ranks > 1 and name not in sequences:
+            if ranks > 1 and name not in target.sequences:
                 self.note(
                     f"{name}={ranks} has no counterpart here: this file runs on {self.processes} instead of {self.devices} "
                     f"devices, each with {ranks} times the tokens and activations; {WRITERS[name]} cut them so"
@@ -291,38 +362,6 @@ class ExportInput:
         if value != STANDARD[name].neutral:
             self.note(f"{name}={value_text(value)} has no counterpart here: {instead}")
 
-    def tuned(self, table: Mapping[str, "KnobSettings"]) -> dict[str, Any]:
-        """Settings of the configuration's knobs, and no others, by their names in a framework.
-
-        For a command's run: the rest of its training is the command's own, and was not measured in another form.
-
-        Raises:
-            UsageError: the framework has a setting for none of them.
-        """
-        if self.config and not any(name in table or name in self._used for name in self.config):
-            raise UsageError(
-                f"{self.target} has no setting for what was tuned ({', '.join(self.config)}), so that its file would be empty: "
-                "--to yaml, json and env write the values"
-            )
-        settings: dict[str, Any] = {}
-        self._used.update(name for name in self.config if name in STANDARD)
-        for name, value in self.config.items():
-            try:
-                settings |= table[name].settings(value)
-            except LookupError:
-                if name in STANDARD and value != STANDARD[name].neutral and name not in ("dp", "grad_accum"):
-                    self.note(
-                        f"{name}={value_text(value)} has no setting here: set it where the command of the winner does"
-                    )
-            else:
-                self._used.add(name)
-        return {name: value for name, value in settings.items() if value is not None}
-
-    def take(self, name: str) -> Any:
-        """Value of a knob that only a launcher knows; None if the configuration does not have it."""
-        self._used.add(name)
-        return self.config.get(name)
-
     def take_all(self) -> dict[str, Any]:
         """Returns the whole configuration and marks it as carried over."""
         self._used.update(self.config)
@@ -382,3 +421,33 @@ def ending(trial: Trial) -> str:
         return f"trial {trial.number} has not ended: whether it works is not known"
     reason = f" ({fold(trial.measured.reason)})" if trial.measured.reason else ""
     return f"trial {trial.number} did not run to its end, it ended as {trial.measured.status}{reason}"
+
+
+SUFFIXES: Mapping[str, str] = {"yaml": ".yaml", "json": ".json", "shell": ".sh", "python": ".py", "env": ".env"}
+"""File suffix of each form."""
+
+
+def hashed(comment: str) -> str:
+    """Lines of a comment, each after `#`."""
+    return "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+
+
+def as_yaml(content: Callable[[ExportInput], Any]) -> Callable[[ExportInput, str], str]:
+    """Returns the form of a target whose file is this content in YAML."""
+
+    def body(setup: ExportInput, comment: str) -> str:
+        import yaml
+
+        return hashed(comment) + yaml.safe_dump(content(setup), sort_keys=False, allow_unicode=True)
+
+    return body
+
+
+def as_json(content: Callable[[ExportInput], Any]) -> Callable[[ExportInput, str], str]:
+    """Returns the form of a target whose file is this content in JSON, without the comment."""
+    return lambda setup, comment: json.dumps(content(setup), indent=2) + "\n"
+
+
+def sourced(file: str) -> str:
+    """A file's name (quoted for a shell) for `source`, which searches PATH for a name without a slash."""
+    return file if "/" in file else f"./{file}"

@@ -93,28 +93,8 @@ class KnobSettings:
         return best, used
 
 
-class KnobTable(Mapping[str, KnobSettings]):
-    """A framework's settings by knob."""
-
-    def __init__(self, *settings: KnobSettings) -> None:
-        self._settings = {knob_settings.knob: knob_settings for knob_settings in settings}
-
-    def __getitem__(self, knob: str) -> KnobSettings:
-        return self._settings[knob]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._settings)
-
-    def __len__(self) -> int:
-        return len(self._settings)
-
-    def write(self, knob: str, value: Any) -> dict[str, Any]:
-        """Settings for a value of a knob.
-
-        Raises:
-            LookupError: the framework cannot express it.
-        """
-        return self[knob].settings(value)
+KnobTable = Mapping[str, KnobSettings]
+"""A framework's settings by knob."""
 
 
 def plain(name: str) -> str:
@@ -275,25 +255,23 @@ def other_trainers() -> dict[str, tuple[str, ...]]:
     return {title: _patterns(signs) for title, signs in _settings()["others"].items()}
 
 
-def knob_table(framework: str, base: "KnobTable | None" = None) -> "KnobTable":
+def knob_table(framework: str, base: KnobTable | None = None) -> KnobTable:
     """A framework's settings by knob, of `settings.yaml`; those without a value are the `base`'s."""
     lists = settings_of(framework)
-    table: list[KnobSettings] = []
+    table: dict[str, KnobSettings] = {}
     for knob, value in lists.get("knobs", {}).items():
         if value is None and base is not None:
-            table.append(base[knob])
+            table[knob] = base[knob]
             continue
         listed = value if isinstance(value, list) else [value]
         is_name = isinstance(listed[0], str)
-        table.append(
-            KnobSettings(
-                knob=knob,
-                keys=tuple(listed) if is_name else (),
-                alternatives=() if is_name else tuple(listed),
-                has_other_values=knob in lists.get("other_values", "").split(),
-            )
+        table[knob] = KnobSettings(
+            knob=knob,
+            keys=tuple(listed) if is_name else (),
+            alternatives=() if is_name else tuple(listed),
+            has_other_values=knob in lists.get("other_values", "").split(),
         )
-    return KnobTable(*table)
+    return table
 
 
 def harmless_settings(framework: str) -> tuple[str, ...]:
@@ -305,6 +283,12 @@ def harmless_settings(framework: str) -> tuple[str, ...]:
 def file_keys(framework: str) -> tuple[str, ...]:
     """Keys that a framework's files can have, where it refuses others."""
     return tuple(str(settings_of(framework).get("keys", "")).split())
+
+
+def file_kind(name: str) -> str | None:
+    """Framework of the file that a setting of this name refers to; None if it refers to none."""
+    kind: str | None = _settings()["every"]["files"].get(plain(name))
+    return kind
 
 
 def is_harmless(name: str, patterns: Sequence[str]) -> bool:

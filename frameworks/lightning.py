@@ -19,9 +19,8 @@ from .common import (
     read_optimizer,
     torch_optimizer,
 )
-from .export_input import ExportInput
+from .export_input import ExportInput, Target, as_yaml
 from .framework import SettingsReader, framework_of, knob_table, nested
-from .target import Target, as_yaml
 
 CHECKED = ("lightning", "2.6")
 
@@ -34,8 +33,6 @@ KNOBS = knob_table("lightning")
 
 def config(setup: ExportInput) -> dict[str, Any]:
     """Returns the sections `trainer` and `optimizer`."""
-    if setup.command:
-        return nested(setup.tuned(KNOBS))
     note_pipeline(setup)
     trainer: dict[str, Any] = {
         "accelerator": "cpu" if setup.device_type == "cpu" else "gpu",
@@ -45,7 +42,7 @@ def config(setup: ExportInput) -> dict[str, Any]:
         "precision": _precision(setup),
     }
     if setup.micro_batch is not None:
-        trainer |= nested(KNOBS.write("grad_accum", setup.grad_accum))["trainer"]
+        trainer |= nested(KNOBS["grad_accum"].settings(setup.grad_accum))["trainer"]
         setup.note(f"micro_batch={setup.micro_batch} is your DataLoader's batch_size")
     else:
         setup.note("the batch is not known: set your DataLoader's batch_size and accumulate_grad_batches")
@@ -83,7 +80,7 @@ def _strategy(setup: ExportInput) -> Any:
         return "auto"
     zero = setup.knob("zero") if setup.dp > 1 else 0
     if zero == 0 and setup.tp == 1:
-        return KNOBS.write("zero", 0)["trainer.strategy"]
+        return KNOBS["zero"].settings(0)["trainer.strategy"]
     if zero == 0 and setup.dp > 1:
         setup.note("zero=0 beside tp: Lightning has no DDP with tp, so shard the replicas by fully_shard too")
     if setup.tp > 1:
@@ -99,7 +96,7 @@ def _strategy(setup: ExportInput) -> Any:
             "mesh=self.device_mesh['data_parallel'], reshard_after_forward="
             f"{setup.exchange.gathered == 'pass'}) of each block, then of the model"
         )
-    sizes = {f"{_ARGUMENTS}data_parallel_size": setup.dp} | KNOBS.write("tp", setup.tp)
+    sizes = {f"{_ARGUMENTS}data_parallel_size": setup.dp} | KNOBS["tp"].settings(setup.tp)
     return nested(_MESH | sizes)["trainer"]["strategy"]
 
 

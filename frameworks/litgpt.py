@@ -6,24 +6,12 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import read_lora, read_optimizer, read_quantized
-from .framework import SettingsReader, framework_of, knob_table
+from .framework import SettingsReader, framework_of, knob_table, settings_of
 from .trainer import conventions as trainer_conventions
 
 _TOTAL = "train.global_batch_size"
 KNOBS = knob_table("litgpt")
 """LitGPT's names of the knobs; it uses FSDP whenever there are several devices."""
-
-_ADAPTED = {
-    "lora_query": ("q_proj", "query_key_value"),
-    "lora_key": ("k_proj", "query_key_value"),
-    "lora_value": ("v_proj", "query_key_value"),
-    "lora_projection": ("o_proj", "dense"),
-    "lora_mlp": ("gate_proj", "up_proj", "down_proj", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"),
-    "lora_head": ("lm_head", "embed_out"),
-}
-"""Layers with adapters by LitGPT's flags, by their names in transformers: of Llama, of GPT-NeoX and Falcon, of Phi."""
-_ADAPTED_BY_DEFAULT = ("lora_query", "lora_value")
-
 
 _FEW = {"finetune_adapter": 1, "finetune_adapter_v2": 1}
 """Subcommands that train few weights, with the rank of adapters in all linear layers that have about as many."""
@@ -58,11 +46,12 @@ def read(reader: SettingsReader) -> None:
     if devices is not None:
         reader.facts |= {"devices": devices * hosts, "per_host": devices}
     if command in ("finetune", "finetune_lora"):
+        facts = settings_of("litgpt")
         chosen = [
             layer
-            for name, layers in _ADAPTED.items()
+            for name, layers in facts["adapted"].items()
             for layer in layers
-            if (name in _ADAPTED_BY_DEFAULT if (flag := reader.flag(name)) is None else flag)
+            if (name in facts["adapted_by_default"] if (flag := reader.flag(name)) is None else flag)
         ]
         dropout = reader.get("lora_dropout")
         read_lora(

@@ -1,4 +1,6 @@
-"""Megatron-LM: the flags of pretrain_gpt.py and similar scripts, as a bash array."""
+"""Megatron-LM: the flags of pretrain_gpt.py and similar scripts, as a bash array; and Megatron-Bridge: a recipe's script with
+`section.field=value`, in Megatron-LM's own configuration.
+"""
 
 import re
 import shlex
@@ -11,10 +13,9 @@ from ..knobs.pipeline import blocks_of_stages
 from ..knobs.strategy import Strategy, is_even
 from ..knobs.text import value_text
 from .common import note_order, note_tf32, optimizer_text, read_optimizer
-from .export_input import ExportInput
-from .framework import SettingsReader, framework_of, knob_table, number
+from .export_input import ExportInput, Target, hashed, sourced
+from .framework import SettingsReader, framework_of, knob_table, number, settings_of
 from .megatron_model import architecture_of, model_flags
-from .target import Target, hashed, sourced
 
 CHECKED = ("megatron-core", "0.19")
 
@@ -38,9 +39,6 @@ _WITH_FSDP: Mapping[str, Any] = {"no-gradient-accumulation-fusion": True, "ckpt-
 
 def flags(setup: ExportInput) -> list[str]:
     """Flags, each an entry of a bash array; a value may be a quoted arithmetic expression."""
-    if setup.command:
-        batch = [f"--global-batch-size {setup.global_batch}"] if setup.config.get("grad_accum") else []
-        return _flags(setup.tuned(KNOBS)) + batch
     arguments = _arguments("tp", setup.tp) + _arguments("pp", setup.pp)
     if setup.cp > 1:
         arguments += _arguments("cp", setup.cp)
@@ -82,7 +80,7 @@ def flags(setup: ExportInput) -> list[str]:
 
 def _arguments(knob: str, value: object) -> list[str]:
     """Flags for a value of a knob; settings that are on have no value."""
-    return _flags(KNOBS.write(knob, value))
+    return _flags(KNOBS[knob].settings(value))
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
@@ -306,24 +304,9 @@ def read_stages(
         reader.knobs["stage_blocks"] = stage_blocks
 
 
-_OVERLAP: Mapping[str, tuple[str, ...]] = {
-    "overlap_gradients": ("overlap-grad-reduce", "ddp.overlap_grad_reduce"),
-    "overlap_gathers": ("overlap-param-gather", "ddp.overlap_param_gather"),
-    "overlap_tensor": ("tp-comm-overlap", "comm_overlap.tp_comm_overlap"),
-    "overlap_experts": (
-        "overlap-moe-expert-parallel-comm",
-        "model.overlap_moe_expert_parallel_comm",
-        "comm_overlap.overlap_moe_expert_parallel_comm",
-    ),
-    "balanced_experts": ("moe-router-force-load-balancing", "model.moe_router_force_load_balancing"),
-    "rows_once_a_node": ("moe-enable-deepep", "model.moe_enable_deepep"),
-}
-"""Facts of the estimator, by the flags that switch them on in Megatron-LM and Megatron-Bridge."""
-
-
 def read_overlap(reader: SettingsReader) -> None:
     """Reads communication that overlaps with products, and the exchange of rows between experts."""
-    for name, flags_of in _OVERLAP.items():
+    for name, flags_of in settings_of("megatron")["overlap"].items():
         if reader.flag(*flags_of):
             reader.conventions[name] = True
     if reader.get("moe-flex-dispatcher-backend", "model.moe_flex_dispatcher_backend") in ("deepep", "hybridep"):
@@ -468,3 +451,44 @@ FRAMEWORK = framework_of(
     write=write,
     option=option,
 )
+
+
+_TOTAL_OF_BRIDGE = "train.global_batch_size"
+_STAGES_OF_BRIDGE = (
+    "model.pipeline_model_parallel_layout",
+    "model.num_layers_in_first_pipeline_stage",
+    "model.num_layers_in_last_pipeline_stage",
+)
+_RECOMPUTATION_OF_BRIDGE = tuple(
+    f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")
+)
+BRIDGE_KNOBS = knob_table("megatron-bridge")
+"""Megatron-Bridge's names of the knobs."""
+
+
+def _read_bridge(reader: SettingsReader) -> None:
+    """Reads the batch, recomputation, and stages given by their layers; notes that the settings of a named recipe are
+    not read.
+    """
+    layers = reader.whole("model.num_layers")
+    if (samples := reader.whole(_TOTAL_OF_BRIDGE)) is not None:
+        reader.facts["global_batch"] = samples
+    if (name := reader.get("recipe")) is not None:
+        reader.misunderstood("recipe")
+        reader.note(
+            f"the batch, degrees and recomputation that recipe = {name} sets are not read: give those that are not Megatron's "
+            "defaults by --fix, such as --fix cp=2"
+        )
+    read_stages(reader, layers, reader.knobs.get("pp", 1), _STAGES_OF_BRIDGE)
+    if reader.knobs.get("virtual_stages", 1) > 1:
+        reader.knobs["pipeline_schedule"] = "interleaved"
+    read_recomputation(reader, layers, _RECOMPUTATION_OF_BRIDGE)
+    read_overlap(reader)
+
+
+def _write_bridge(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
+    """Writes the global batch."""
+    return {_TOTAL_OF_BRIDGE: strategy.micro_batch * strategy.grad_accum * strategy.dp}
+
+
+BRIDGE = framework_of("megatron-bridge", BRIDGE_KNOBS, conventions=conventions, read=_read_bridge, write=_write_bridge)

@@ -17,6 +17,7 @@ from .framework import (
     OpenedFile,
     Settings,
     SettingsReader,
+    file_kind,
     flattened,
     harmless_settings,
     is_harmless,
@@ -153,16 +154,6 @@ def _recognised(settings: Settings) -> Framework | None:
     return find_framework(name) if counts[name] else None
 
 
-_FILES = {
-    "deepspeed": "deepspeed",
-    "deepspeed_config": "deepspeed",
-    "deepspeed_config.deepspeed_config_file": "deepspeed",
-    "deepspeed_config_file": "deepspeed",
-    "fsdp_config": "trainer",
-    "config_file": "accelerate",
-    "job.config_file": "torchtitan",
-}
-"""Settings that name a further file, and the framework of that file."""
 _STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
 
 
@@ -183,7 +174,7 @@ def _with_files(
         if plain(name) == "fsdp_config" and isinstance(value, str) and value.lstrip().startswith("{"):
             own_settings |= {f"fsdp_config.{key}": field_value for key, field_value in _inline(name, value).items()}
             own_settings[name] = OpenedFile(value)
-        kind = _FILES.get(plain(name))
+        kind = file_kind(name)
         if kind is None or folder is None or not isinstance(value, str) or not value.endswith(SUFFIXES[:4]):
             continue
         file = next((candidate for candidate in (Path(value), folder / value) if candidate.is_file()), None)
@@ -376,9 +367,7 @@ def _read_command(
         if isinstance(config_file, str) and config_file.endswith(SUFFIXES[:4]):
             config_files.append(config_file)
             settings.pop(key)
-    uses_engine = any(
-        _FILES.get(plain(name)) == "deepspeed" and isinstance(value, str) for name, value in settings.items()
-    )
+    uses_engine = any(file_kind(name) == "deepspeed" and isinstance(value, str) for name, value in settings.items())
     for file in config_files if files else ():
         if (sources or uses_engine) and not (framework or chosen or _recognised(read_document(Path(file)))):
             facts = _merge_facts(facts, {"unread": {file: "a file"}})
@@ -394,7 +383,7 @@ def _read_command(
     if framework is None and settings and not sources and not uses_engine:
         raise UsageError(_unrecognised(words, settings))
     if framework is None:  # a script of the user's own, with a file of DeepSpeed or accelerate
-        engine = {name: value for name, value in settings.items() if _FILES.get(plain(name)) == "deepspeed"}
+        engine = {name: value for name, value in settings.items() if file_kind(name) == "deepspeed"}
         engine_sources, further = _with_files(
             find_framework("deepspeed"), engine, where, "options", Path() if files else None
         )

@@ -1,7 +1,6 @@
 """Frameworks by name. Their modules are imported on demand."""
 
 import functools
-from types import ModuleType
 
 from ..base.errors import UsageError, unknown
 from .framework import Framework, fields_of, settings_of
@@ -17,7 +16,7 @@ FRAMEWORKS = (*LAUNCHERS, "trl", "nanotron")
 
 
 @functools.cache
-def _modules() -> dict[str, ModuleType]:
+def _frameworks() -> dict[str, Framework]:
     from . import (
         accelerate,
         axolotl,
@@ -26,15 +25,15 @@ def _modules() -> dict[str, ModuleType]:
         litgpt,
         llamafactory,
         megatron,
-        megatron_bridge,
         nanotron,
         torchtitan,
         trainer,
         trl,
     )
 
-    modules = (accelerate, axolotl, deepspeed, lightning, litgpt, llamafactory, megatron, megatron_bridge, nanotron)
-    return {module.FRAMEWORK.name: module for module in (*modules, torchtitan, trainer, trl)}
+    modules = (accelerate, axolotl, deepspeed, lightning, litgpt, llamafactory, megatron, nanotron)
+    frameworks: list[Framework] = [module.FRAMEWORK for module in (*modules, torchtitan, trainer, trl)]
+    return {framework.name: framework for framework in (*frameworks, megatron.BRIDGE)}
 
 
 def find_launcher(name: str) -> Launcher:
@@ -56,5 +55,4 @@ def find_framework(name: str) -> Framework:
     """
     if name not in FRAMEWORKS:
         raise UsageError(unknown("framework", name, FRAMEWORKS))
-    framework: Framework = _modules()[name].FRAMEWORK
-    return framework
+    return _frameworks()[name]

@@ -15,9 +15,8 @@ from .common import (
     optimizer_text,
     read_optimizer,
 )
-from .export_input import ExportInput
+from .export_input import ExportInput, Target, hashed
 from .framework import SettingsReader, framework_of, knob_table, plain, settings_of
-from .target import Target, hashed
 
 CHECKED = ("torchtitan", "0.3")
 PRESETS = {"llama3-8b": ("llama3", "llama3_8b"), "qwen3-0.6b": ("qwen3", "qwen3_0_6b")}
@@ -61,24 +60,16 @@ def flags(setup: ExportInput) -> list[str]:
             arguments.extend((f"--{name}", str(value)))
 
     def say(knob: str, value: object) -> None:
-        for name, setting in KNOBS.write(knob, value).items():
+        for name, setting in KNOBS[knob].settings(value).items():
             give(name, setting)
 
-    if setup.command:
-        for name, value in setup.tuned(KNOBS).items():
-            if name != _MODE:  # a subcommand, after all flags
-                give(name, value)
     if setup.micro_batch is not None and setup.grad_accum is not None:
         # A pipeline splits the local batch into micro-batches itself.
         local = setup.micro_batch * (setup.grad_accum if setup.pp > 1 else 1)
         give(_LOCAL, local)
         give(_GLOBAL, setup.global_batch)
-    elif setup.micro_batch is not None and setup.command:
-        give(_LOCAL, setup.micro_batch)
-    elif not setup.command:
+    else:
         setup.note("the batch is not known: set --training.local_batch_size")
-    if setup.command:
-        return arguments
     if setup.seq_len is not None:
         give("training.seq_len", setup.seq_len)
     _precision(setup, say)
@@ -199,8 +190,8 @@ def _shell(setup: ExportInput, comment: str) -> str:
     else:
         choice = f'MODULE="${{MODULE:-{module}}}"\nCONFIG="${{CONFIG:-{name}}}"\n'
     # tyro passes everything after a subcommand to it, so further arguments have to precede it.
-    policy = [_policy(setup)] if "checkpoint_ratio" in setup.config or not setup.command else []
-    arguments = [*_lines(flags(setup)), '"$@"', *policy]
+    policy = KNOBS["checkpoint_ratio"].settings(int(setup.knob("checkpoint_ratio") > 0))[_MODE]
+    arguments = [*_lines(flags(setup)), '"$@"', f"activation_checkpoint:{policy}"]
     return (
         f"#!/usr/bin/env bash\n{hashed(comment)}set -euo pipefail\n{choice}"
         'read -ra launcher <<< "${LAUNCH:-}"\n'
@@ -209,11 +200,6 @@ def _shell(setup: ExportInput, comment: str) -> str:
         + " \\\n".join(f"  {argument}" for argument in arguments)
         + "\n"
     )
-
-
-def _policy(setup: ExportInput) -> str:
-    """Subcommand of torchtitan's parser for recomputation."""
-    return f"activation_checkpoint:{KNOBS.write('checkpoint_ratio', int(setup.knob('checkpoint_ratio') > 0))[_MODE]}"
 
 
 def _lines(arguments: list[str]) -> list[str]:

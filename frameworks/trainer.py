@@ -24,9 +24,8 @@ from .common import (
     read_optimizer,
     torch_optimizer,
 )
-from .export_input import ExportInput
-from .framework import SettingsReader, framework_of, knob_table, nested, number, text_of
-from .target import Target, as_json, as_yaml
+from .export_input import ExportInput, Target, as_json, as_yaml
+from .framework import SettingsReader, framework_of, knob_table, number, text_of
 
 CHECKED = ("transformers", "5.23")
 
@@ -41,19 +40,16 @@ KNOBS = knob_table("trainer")
 
 def arguments(setup: ExportInput) -> dict[str, Any]:
     """Keyword arguments of transformers.TrainingArguments."""
-    if setup.command:
-        optim = setup.take("optim")
-        return nested(setup.tuned(KNOBS) | ({"optim": optim} if optim is not None else {}))
     arguments: dict[str, Any] = {"output_dir": "out"}
     if setup.micro_batch is not None:
-        arguments |= KNOBS.write("micro_batch", setup.micro_batch) | KNOBS.write("grad_accum", setup.grad_accum)
+        arguments |= KNOBS["micro_batch"].settings(setup.micro_batch) | KNOBS["grad_accum"].settings(setup.grad_accum)
     else:
         setup.note("the batch is not known: set per_device_train_batch_size")
     arguments |= _precision(setup)
     sharded = _shards(setup)
     arguments |= _checkpointing(setup, sharded)
     if setup.knob("fusion"):
-        arguments |= KNOBS.write("fusion", True)
+        arguments |= KNOBS["fusion"].settings(True)
         arguments["torch_compile_backend"] = "inductor"
         setup.note("fusion=true compiled each repeated block; the Trainer compiles the model as a whole")
     fused = setup.knob("fused_optimizer")
@@ -61,7 +57,7 @@ def arguments(setup: ExportInput) -> dict[str, Any]:
         arguments |= _own_optimizer(setup, fused)
     else:
         if fused is not None:
-            arguments |= KNOBS.write("fused_optimizer", fused)
+            arguments |= KNOBS["fused_optimizer"].settings(fused)
         arguments |= _optimizer(setup)
     if sharded:
         arguments["fsdp"] = True
@@ -75,7 +71,7 @@ def arguments(setup: ExportInput) -> dict[str, Any]:
     if setup.device_type == "cpu":
         note_kernels(setup)
     elif setup.knob("kernels"):
-        arguments |= KNOBS.write("kernels", True)
+        arguments |= KNOBS["kernels"].settings(True)
         setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
     # By default the Trainer waits for every micro-batch's loss to check that it is a number.
     arguments["logging_nan_inf_filter"] = False

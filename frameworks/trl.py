@@ -6,20 +6,11 @@ from typing import Any
 
 from . import deepspeed
 from .common import read_lora, read_quantized, read_stage
-from .framework import SettingsReader, framework_of, number
+from .framework import SettingsReader, framework_of, number, settings_of
 from .trainer import KNOBS, conventions, option, prepare, read as read_trainer, write
 
 SUBCOMMAND = "subcommand"
 """The trainer: `sft`, `dpo`, ...; in a YAML alone it follows from the settings that only one trainer has."""
-_OF_TRAINERS = {
-    "dpo": (
-        "precompute_ref_log_probs", "max_prompt_length", "beta", "ref_model_sync_steps", "rpo_alpha", "f_divergence_type",
-    ),
-    "grpo": ("num_generations", "max_completion_length", "reward_funcs", "use_vllm"),
-    "reward": ("center_rewards_coefficient",),
-    "kto": ("desirable_weight", "undesirable_weight"),
-}  # fmt: skip
-
 _GENERATES = ("grpo", "rloo")
 """Trainers whose samples are prompts with generated completions."""
 _FUSED = ("sft", "dpo", "kto", *_GENERATES)
@@ -28,8 +19,8 @@ _FUSED = ("sft", "dpo", "kto", *_GENERATES)
 
 def _prepare(reader: SettingsReader) -> None:
     """Fills in TRL's defaults (trl/trainer/base_config.py)."""
-    kinds = [kind for kind, names in _OF_TRAINERS.items() if sum(map(reader.has, names))]
-    reader.set(SUBCOMMAND, next((kind for kind in ("grpo", "kto", "reward", "dpo") if kind in kinds), "sft"))
+    kinds = [kind for kind, names in settings_of("trl")["kinds"].items() if sum(map(reader.has, names))]
+    reader.set(SUBCOMMAND, next(iter(kinds), "sft"))
     reader.set("gradient_checkpointing", True)
     if not reader.flag("fp16"):
         reader.set("bf16", True)

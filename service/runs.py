@@ -8,7 +8,7 @@ from typing import Any
 from ..base.errors import NotFound, StudyError
 from ..base.reading import open_inside, read_inside
 from ..frameworks import chosen_trial, render
-from ..frameworks.target import Export
+from ..frameworks.export_input import Export
 from ..results import View
 from ..results.measurement import Trial
 from ..results.names import TABLE, holds_run

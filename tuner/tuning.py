@@ -160,7 +160,7 @@ def _conclude(
         messages.warn(sentence)
     if task.command is not None and (winner := summary.best(done)) is not None:
         hosts = max(1, task.devices // (folder.document["asked"]["devices"].get("per_host") or task.devices))
-        messages.warn(_winner_s_command(task.command, winner, Path(request.out or ""), hosts))
+        messages.warn(_winner_s_command(task.command, winner, request.out, hosts))
     command = command_of(request, task, setup.limit_mib, done)
     folder.write_best(command, devices=task.device.to_dict(), again_s=messages.again_s, stopped=ended if cause else "")
     result = make_result(
@@ -184,15 +184,18 @@ def _conclude(
     return result
 
 
-def _winner_s_command(command: Commands, winner: Trial, out: Path, hosts: int) -> str:
-    """Returns a message with the command that trains as the winner did, in a folder of its own."""
-    folder = out / "winner"
+def _winner_s_command(command: Commands, winner: Trial, out: str | Path | None, hosts: int) -> str:
+    """Returns a message with the command that trains as the winner did, which it writes beside its files."""
+    folder = Path(out or "", "winner")
+    command_text = command.training_command(winner.config, winner.number, folder, hosts=hosts)
     try:
         command.write_files(winner.config, winner.number, folder)
+        if out is not None:
+            folder.mkdir(exist_ok=True)
+            (folder / "command.sh").write_text(f"{command_text}\n", encoding="utf-8")
     except OSError as error:
         raise cannot_write(folder, error) from error
     per_host_text = ", on each host with its NODE_RANK and the first one's MASTER_ADDR" if hosts > 1 else ""
-    command_text = command.training_command(winner.config, winner.number, folder, hosts=hosts)
     return f"the winner's command{per_host_text}: {command_text}"
 
 

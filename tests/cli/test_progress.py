@@ -152,14 +152,14 @@ def failed(number, status, reason, **more):
     )
 
 
-@pytest.mark.parametrize("launcher", ["", None])
-def test_the_same_crash_everywhere_is_shown_with_the_end_of_its_log(capsys, tmp_path, launcher):
+@pytest.mark.parametrize("of_command", [False, True])
+def test_the_same_crash_everywhere_is_shown_with_the_end_of_its_log(capsys, tmp_path, of_command):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "0.log").write_text("Traceback:\n" + "  a line\n" * 20 + "RuntimeError: no such head\n")
     trials = [failed(number, Status.CRASH, "RuntimeError: no such head", log="logs/0.log") for number in range(2)]
-    print_result(make_result(trials, ["a"], folder=tmp_path, ended="done", interrupted=False), launcher=launcher)
+    print_result(make_result(trials, ["a"], folder=tmp_path, ended="done", interrupted=False), of_command=of_command)
     out = capsys.readouterr().out
-    what = "model" if launcher == "" else "command"
+    what = "command" if of_command else "model"
     assert f"Your {what} fails in every configuration: RuntimeError: no such head" in " ".join(out.split())
     *_, last, path = out.splitlines()
     assert last == "  RuntimeError: no such head" and path == f"next     read {tmp_path}/logs/0.log"

@@ -27,8 +27,7 @@ from redline.frameworks.torchtitan import PRESETS as TORCHTITAN_PRESETS
 from redline.frameworks.trainer import AVERAGING
 from redline.models import workload
 from redline.models.architecture import shape_of
-from redline.models.presets import PRESETS
-from redline.models.server_model import ServerModel
+from redline.models.presets import PRESETS, ServerModel
 from redline.models.skeleton import skeleton
 from redline.results import Measurement, Status, Trial
 from without_triton import WITHOUT_TRITON
@@ -148,19 +147,6 @@ def test_accelerate_loads_its_config(name, tmp_path):
         made = ParallelismConfig(**sizes)
         assert made.total_size == loaded.num_processes
         assert made.dp_replicate_size == config.get("hsdp", 1)
-
-
-def test_accelerate_loads_what_was_tuned_of_a_command(tmp_path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-    trial = Trial(number=0, config={"precision": "bf16", "fusion": True}, measurement=None)
-    command = {"asked": {**DOCUMENT["asked"], "workload": {"command": "--command 'accelerate launch train.py'"}}}
-    path = tmp_path / "config.yaml"
-    path.write_text(render("accelerate", trial, command).text)
-    arguments = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
-    arguments, _, _ = _validate_launch_command(arguments)
-    assert (arguments.mixed_precision, arguments.dynamo_backend.lower()) == ("bf16", "inductor")
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise"])
