@@ -48,8 +48,7 @@ def make(folder: Path, layers: int, hidden: int, shard_mib: int) -> int:
     import torch
     from redline.models.architecture import without_memory
     from redline.models.layouts.hugging_face import write_hugging_face
-    from redline.models.layouts.lazy import LazyTensor, box_shape
-    from redline.models.layouts.weights import Weights
+    from redline.models.layouts.weights import LazyTensor, Weights, box_shape
 
     def drawn(shape: torch.Size) -> LazyTensor:
         return LazyTensor(lambda box: torch.randn(box_shape(box)), shape, torch.float32)
@@ -97,8 +96,7 @@ class Peak:
 def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -> dict[str, float | str]:
     """Returns one row, measured in this process."""
     import torch
-    from redline.models.layouts.find import find_weights
-    from redline.models.layouts.hugging_face import write_hugging_face
+    from redline.models.layouts.hugging_face import find_weights, write_hugging_face
 
     made = architecture(layers, hidden)
     weights = find_weights(folder, made)

@@ -62,7 +62,7 @@ class EstimateOptions:
 
 
 @click.command(epilog=EXAMPLES)
-@options_of(ModelRequest, SpaceRequest, EstimateOptions, without=("data",), help=HELP)
+@options_of(ModelRequest, SpaceRequest, EstimateOptions, help=HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ..base.errors import UsageError
 from ..trainer.convert import ConvertRequest
 from ..trainer.request import SECTIONS, TrainRequest, read_settings
 from . import exit_codes
@@ -21,7 +22,6 @@ Examples:
   redline train train/llama --resume --devices 4
   redline train runs/gpt2 --data tokens.parquet --held-out 0.01 --eval-every 100 --lr 3e-4 --settings train.yaml
   redline train runs/gpt2 --data corpus.txt --log-to tensorboard
-  torchrun --nproc-per-node 8 -m redline.train runs/llama/best.yaml --data corpus.jsonl
 
 \b
 Settings, in a YAML file such as `warmup: 100`, besides options of the same names:
@@ -55,15 +55,16 @@ def train(as_json: bool, settings: str | None, **options: Any) -> int:
     options |= {name: value for name, value in from_file.items() if name not in set_here}
     request = TrainRequest(**options, stated=(*set_here, *from_file))
     from ..trainer.driver import train as start
-    from ..trainer.ranks import RankPlace, train_rank
     from .streams import outlive_reader
     from .train_progress import listening
 
     end_in_order()
     outlive_reader()
-    if place := RankPlace.of(os.environ):
-        with listening(sys.stdout, silent=place.rank > 0) as listener:
-            return exit_codes.INTERRUPTED if train_rank(request, place, listener) else exit_codes.FOUND
+    if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() and os.environ["WORLD_SIZE"] != "1":
+        raise UsageError(
+            "redline train starts its ranks itself: leave the launcher out; --runner ray starts them on several hosts, and "
+            "torchrun starts the script that `redline export --to python` writes"
+        )
     with listening(sys.stderr if as_json else sys.stdout, silent=as_json) as listener:
         trained = start(request, listener)
     measured = trained.measurement

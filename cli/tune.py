@@ -49,7 +49,7 @@ DRY_COMMANDS = 3
 
 
 GROUPS = {
-    "Target": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
+    "Target": ("workload", "devices", "seq_len", "global_batch", "lora"),
     "Search space": tuple(field.name for field in fields(SpaceRequest)),
     "Budget": ("trials", "time", "device_hours", "patience"),
     "Devices": ("runner", "hardware", "memory_limit", "ray_address", "device_kind"),
@@ -105,7 +105,7 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        print_result(result, launcher="" if command is None else command.launcher, storage=request_values["storage"])
+        print_result(result, of_command=command is not None, storage=request_values["storage"])
     if result.interrupted:
         return exit_codes.INTERRUPTED
     return exit_codes.FOUND if result.best is not None else exit_codes.NOTHING_FEASIBLE

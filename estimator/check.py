@@ -12,10 +12,9 @@ from ..frameworks.trainer_config import TrainerConfig
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import STANDARD, Strategy, checked
 from ..knobs.text import config_text, value_text
-from ..models.presets import preset_of
+from ..models.presets import ServerModel, preset_of
 from ..models.request import ModelRequest
 from ..models.resolve import workload as resolve_workload
-from ..models.server_model import ServerModel
 from .decisive import Fact, deciding_facts, without
 from .document import finite, numbers
 from .estimate import Estimate

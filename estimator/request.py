@@ -7,8 +7,8 @@ from typing import Any
 
 from ..base.collection import without_collection
 from ..models import Workload
+from ..models.presets import ServerModel
 from ..models.request import TrainingRequest, resolve
-from ..models.server_model import ServerModel
 from ..space import Space
 from .estimator import Estimator
 from .facts.model_facts import FactsSource

@@ -19,10 +19,9 @@ from ..base.errors import SpaceError
 from ..models.architecture import class_of, shape_of
 from ..models.data import ImageBatches
 from ..models.fingerprint import digest
-from ..models.presets import PRESETS
+from ..models.presets import PRESETS, ServerModel
 from ..models.request import ModelRequest, Resolved, TrainingRequest
 from ..models.resolve import configuration_file
-from ..models.server_model import ServerModel
 from ..models.workload import Workload
 from ..space import Space
 from .facts import disk_cache
@@ -114,18 +113,16 @@ def _of_experts(shape: Mapping[str, Any], space: Space) -> tuple[str, ...]:
 
 
 def key_of(request: TrainingRequest, device: Device, devices: int) -> str | None:
-    """Cache key of a request; None if it depends on files of code or data, or on models of the hub."""
+    """Cache key of a request; None if it depends on files of code, or on models of the hub."""
     if request.space is not None:
         return None
-    sent = {name: getattr(request, name) for name in ("global_batch", "allow", "baseline", "override", "fix")}
+    sent = {name: getattr(request, name) for name in ("global_batch", "allow", "override", "fix")}
     return key_of_model(request, {"asked": repr(sent), "device": repr(device), "devices": devices})
 
 
 def key_of_model(request: ModelRequest, context: Mapping[str, Any] | None = None) -> str | None:
-    """Cache key of a request's model, and of `more`; None if it depends on files of code or data, or on models of the hub."""
+    """Cache key of a request's model, and of `more`; None if it depends on files of code, or on models of the hub."""
     target, contents = request.target, ""
-    if request.data is not None:
-        return None
     if isinstance(target, ServerModel) and target.contents is not None:
         contents = json.dumps(target.contents, default=str)
     elif not isinstance(target, (str, Path)):

@@ -211,7 +211,7 @@ def _without_variables(
     options = {plain(key): f"--fix {knob}=N" for knob, table in framework.knobs.items() for key in table.keys}
     options |= {plain(key): "--seq-len N" for key in framework.seq_len}
     options |= {plain(key): "--model MODEL" for key in framework.model}
-    options |= {plain(key): "--fix zero=N" for key, kind in _FILES.items() if kind == "deepspeed"}
+    options |= {plain(key): "--fix zero=N" for key in settings if file_kind(key) == "deepspeed"}
     kept_settings: dict[str, Any] = {}
     unset: dict[str, str] = {}
     unknown: list[str] = []

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import WorkloadError
 from .architecture import Architecture, described, from_configuration, refused, without_memory
-from .data import GENERAL, TokenBatches, read_text, window
+from .data import GENERAL, TokenBatches
 from .families import schedule_of
 from .flops import flops_of, follows_values
 from .tasks import TaskData, task_data
@@ -29,26 +28,21 @@ def hugging_face_workload(
     spec: str,
     seq_len: int | None = None,
     global_batch: int | None = None,
-    data: str | Path | None = None,
-    folder: Path | None = None,
     unread: tuple[str, ...] = (),
 ) -> Workload:
-    """Returns the workload that trains an architecture from scratch, on inputs of its task.
+    """Returns the workload that trains an architecture from scratch, on random inputs of its task.
 
     Args:
         spec: identifier that is valid from any folder.
         seq_len: tokens of a sample; None for the model's positions, at most 4096.
         global_batch: samples of one optimizer step; None for 32.
-        data: a text file; None for random tokens.
-        folder: folder that may contain a tokenizer.
         unread: fields of its configuration that its class does not have.
 
     Raises:
-        WorkloadError: the architecture cannot be built; it has fewer than `seq_len` positions or fewer than two classes; the
-            data does not fit it; or a sequence length or a text is given for images.
+        WorkloadError: the architecture cannot be built; it has fewer than `seq_len` positions or fewer than two classes; or a
+            sequence length is given for images.
     """
-    inputs = _task_data(architecture, name, seq_len, data, folder)
-    text = inputs.batch.text if isinstance(inputs.batch, TokenBatches) else None
+    inputs = _task_data(architecture, name, seq_len)
     workload = Workload(
         name=name,
         spec=spec,
@@ -62,7 +56,7 @@ def hugging_face_workload(
         identity={
             "architecture": described(architecture.configuration()),
             "task": architecture.task,
-            "data": [text.digest, text.tokenizer if text.tokenizer == "bytes" else "tokenizer"] if text else None,
+            "data": None,  # a text in earlier versions, whose runs keep their ids
         },
     )
     if architecture.task not in GENERAL and (reason := flops_of(workload).reason) and not follows_values(reason):
@@ -71,24 +65,18 @@ def hugging_face_workload(
     return workload
 
 
-def _task_data(
-    architecture: Architecture, name: str, seq_len: int | None, data: str | Path | None, folder: Path | None
-) -> TaskData:
+def _task_data(architecture: Architecture, name: str, seq_len: int | None) -> TaskData:
     """Returns inputs, targets and loss of the architecture's task.
 
     Raises:
         WorkloadError: as `hugging_face_workload`.
     """
     if architecture.task == "image":
-        refuse_text(name, seq_len, data)
+        refuse_length(name, seq_len)
         without_memory(architecture)
     elif architecture.task in GENERAL:
-        batch = _token_batches(architecture, name, seq_len, data, folder)
+        batch = _token_batches(architecture, name, seq_len)
         return TaskData(batch=batch, seq_len=batch.seq_len)
-    if data is not None:
-        raise WorkloadError(
-            f"{name}: a text has no targets for {architecture.class_name}, so data must not be given, but is {str(data)!r}"
-        )
 
     def default_length() -> int:
         return _length(architecture, name, None, architecture.configuration().get_text_config())
@@ -105,7 +93,6 @@ def hugging_face(
     schedule: "Callable[[Schedule, Mapping[str, Any]], Any] | None" = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
-    data: str | Path | None = None,
 ) -> Workload:
     """Returns the workload that trains the model of a `transformers.PretrainedConfig`.
 
@@ -113,58 +100,39 @@ def hugging_face(
         configuration: the configuration; weights are never read.
         name: name of the workload; None for its model type.
         schedule: `schedule(sch, config)`; None for the schedule of its family.
-        seq_len, global_batch, data: as for `redline.workload`.
+        seq_len, global_batch: as for `redline.workload`.
 
     Raises:
         WorkloadError: the class that the configuration names has no supported task, or transformers cannot build it.
     """
     name = name if name is not None else configuration.model_type
     workload = hugging_face_workload(
-        from_configuration(configuration, name),
-        name=name,
-        spec=name,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        data=data,
+        from_configuration(configuration, name), name=name, spec=name, seq_len=seq_len, global_batch=global_batch
     )
     return workload if schedule is None else replace(workload, schedule=schedule)
 
 
-def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None:
-    """Refuses options of texts for a model of images.
+def refuse_length(name: str, seq_len: int | None) -> None:
+    """Raises WorkloadError if a sequence length is given for a model of images."""
+    if seq_len is not None:
+        raise WorkloadError(f"{name} takes images, so seq_len must not be given, but is {seq_len!r}")
+
+
+def _token_batches(architecture: Architecture, name: str, seq_len: int | None) -> TokenBatches:
+    """Returns batches of samples of `seq_len` tokens.
 
     Raises:
-        WorkloadError: a sequence length or a text is given.
-    """
-    for option, value in (("seq_len", seq_len), ("data", data)):
-        if value is not None:
-            raise WorkloadError(f"{name} takes images, so {option} must not be given, but is {value!r}")
-
-
-def _token_batches(
-    architecture: Architecture, name: str, seq_len: int | None, data: str | Path | None, folder: Path | None
-) -> TokenBatches:
-    """Returns batches of samples of `seq_len` tokens, from the text `data` if it is given.
-
-    Raises:
-        WorkloadError: the architecture cannot be built, has fewer positions, or the data does not fit it.
+        WorkloadError: the architecture cannot be built, or has fewer positions.
     """
     text_config = architecture.configuration().get_text_config()
     vocab_size = getattr(text_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise WorkloadError(f"{name}: the configuration must have a vocab_size of at least 2, but has {vocab_size!r}")
-    length = _length(architecture, name, seq_len, text_config)
-    text = (
-        read_text(data, seq_len=window(architecture.task, length), vocab_size=vocab_size, folder=folder)
-        if data is not None
-        else None
-    )
     return TokenBatches(
         task=architecture.task,
-        seq_len=length,
+        seq_len=_length(architecture, name, seq_len, text_config),
         vocab_size=vocab_size,
         pad_id=getattr(text_config, "pad_token_id", None),
-        text=text,
     )
 
 

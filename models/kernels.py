@@ -6,8 +6,7 @@ from ..base.errors import ScheduleError, WorkloadError
 from .batches import make_batch
 from .families import generic_schedule
 from .families.standard import StandardSchedule, head_of
-from .reduction import UNABLE
-from .skeleton import fake_pass, skeleton
+from .skeleton import UNABLE, fake_pass, skeleton
 from .workload import Workload
 
 if TYPE_CHECKING:

@@ -12,18 +12,17 @@ from ..base.option import Option, check_options
 from ..knobs.strategy import STANDARD, checked
 from ..space import Space
 from .architecture import Architecture
-from .data import text_bytes
 from .lora import check_lora
+from .presets import ServerModel
 from .resolve import workload as resolve_workload
 from .samples import check_samples, free_accumulation, shared
-from .server_model import ServerModel
 from .spaces import check_knobs, checked_allowance, fix_knob, make_space, nothing_allowed, set_values, with_mixing
 from .workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """The model, its data and its devices.
+    """The model and its devices.
 
     Args:
         target: a model (preset, folder, config.json, hub id, or `file.py:name`), a `Workload`, a `Command`, or any
@@ -31,7 +30,6 @@ class ModelRequest:
         devices: devices of one trial; by default all that are present.
         seq_len: tokens of a sample, in place of the workload's.
         global_batch: samples of an optimizer step, in place of the workload's.
-        data: a text file to train on, in place of random tokens.
         lora: train only adapters of a Hugging Face model, such as `r=16` or `r=16,alpha=32,target=q_proj+v_proj`; the
             other weights are frozen.
     """
@@ -52,7 +50,6 @@ class ModelRequest:
             metavar="N",
         ),
     ] = None
-    data: Annotated[str | Path | None, Option("Text to train on, instead of random tokens.", metavar="FILE")] = None
     lora: Annotated[
         str | None,
         Option("Train adapters only: r, alpha, target=a+b, dropout.", check=check_lora, metavar="KNOB=V,..."),
@@ -72,8 +69,6 @@ class SpaceRequest:
         space: knobs and constraints, or a YAML file with them; by default the workload's own for the devices at hand.
         allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without fp32 master
             weights; the best without them is reported beside the winner.
-        baseline: number format of the default configuration, which the gain is measured against. By default the
-            space's: bf16 on a GPU that has it, otherwise fp32.
         override: values of knobs, in place of the space's.
         fix: values of knobs that do not vary.
     """
@@ -85,14 +80,6 @@ class SpaceRequest:
         str | Sequence[str],
         Option("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="NAME", many=True),
     ] = ()
-    baseline: Annotated[
-        str | None,
-        Option(
-            "Format of the default configuration: fp32, tf32 or bf16.  [default: bf16 on GPUs that have it, otherwise "
-            "fp32]",
-            metavar="NAME",
-        ),
-    ] = None
     override: Annotated[
         Mapping[str, Sequence[Any]] | None,
         Option("The values of a knob.", flag="set", metavar="KNOB=A,B,...", many=True),
@@ -130,42 +117,12 @@ class SpaceRequest:
         given_space = self.given_space
         allow = checked_allowance(self.allow, own_space=given_space is not None)
         space = default(allow) if given_space is None else given_space.copy()
-        if given_space is None and self.baseline in ("fp32", "tf32"):
-            _try_exact(space, self.baseline)
         notes = nothing_allowed(space, allow)
         for knob, values in (self.override or {}).items():
             set_values(space, knob, values)
         for knob, value in (self.fix or {}).items():
             fix_knob(space, knob, value)
-        if self.baseline is not None:
-            _begin_with(space, self.baseline)
         return space, notes
-
-
-def _try_exact(space: Space, baseline: str) -> None:
-    """Adds fp32 and tf32, or tf32 alone, to the number formats of a default space where they work but are not tried."""
-    knob = space.by_name.get("precision")
-    exact = ("fp32", "tf32") if baseline == "fp32" else ("tf32",)
-    if knob is not None and (
-        added := [precision for precision in exact if precision in (knob.others or ()) and precision not in knob.values]
-    ):
-        space.override("precision", [*added, *knob.values])
-
-
-def _begin_with(space: Space, baseline: str) -> None:
-    """Sets the number format of a space's default configuration.
-
-    Raises:
-        UsageError: the space has no number format, or not this one.
-    """
-    knob = space.by_name.get("precision")
-    values = () if knob is None or knob.derived else knob.values
-    if baseline not in values:
-        available = f"this space has {', '.join(map(str, values))}" if values else "this space has no knob 'precision'"
-        raise UsageError(
-            f"baseline must be a number format of the default configuration, but got {baseline!r}: {available}"
-        )
-    space.set_default("precision", baseline)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +136,6 @@ class TrainingRequest(SpaceRequest, ModelRequest):
         check_options(self)
         checked_allowance(self.allow, own_space=self.given_space is not None)
         without_code = isinstance(self.target, ServerModel) or self.names_model
-        if without_code and self.data is not None:
-            text_bytes(Path(self.data))
         if not without_code or self.space is not None:
             return
         fixed = {name: [value] for name, value in (self.fix or {}).items()}
@@ -216,7 +171,7 @@ def resolve(request: TrainingRequest, device: Device, devices: int, known: Workl
         workload = known if request.global_batch is None else known.with_global_batch(request.global_batch)
     else:
         sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
-        workload = resolve_workload(request.target, **sizes, data=request.data, lora=request.lora)
+        workload = resolve_workload(request.target, **sizes, lora=request.lora)
     notes = unread_fields(workload)
     accumulation = free_accumulation(workload, request.given_space, request.global_batch, request.override, request.fix)
     if accumulation is None:

@@ -15,9 +15,8 @@ from ..base._transformers import listed_names
 from ..base.errors import WorkloadError, meant, nearest, unknown
 from ..base.reading import absolute
 from .architecture import Architecture, one_line, refused
-from .server_model import ServerModel
-from .source import FileSource, nearest_file
-from .workload import Workload, default_name
+from .presets import PRESETS, ServerModel
+from .workload import FileSource, Workload, default_name, nearest_file
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
@@ -28,11 +27,10 @@ CONNECT_SECONDS = 3  # without a network, a name is refused soon
 
 
 class _Given(TypedDict):
-    """Overrides of a model's sizes and data; None for none."""
+    """Overrides of a model's sizes; None for none."""
 
     seq_len: int | None
     global_batch: int | None
-    data: str | Path | None
 
 
 def workload(
@@ -40,7 +38,6 @@ def workload(
     *,
     seq_len: int | None = None,
     global_batch: int | None = None,
-    data: str | Path | None = None,
     lora: str | None = None,
 ) -> Workload:
     """Returns the workload of a preset's name, a Hugging Face folder or `config.json`, a hub id, or `file.py:name`.
@@ -53,7 +50,6 @@ def workload(
             resolved without looking at files of that name.
         seq_len: tokens of a sample; None for the model's default.
         global_batch: samples of one optimizer step; None for the default.
-        data: a text file to train on; None for seeded random tokens.
         lora: train only adapters, such as `r=16` or `r=16,alpha=32,target=q_proj+v_proj`.
 
     Raises:
@@ -63,11 +59,11 @@ def workload(
     if lora is not None:
         from .lora import Lora, with_lora
 
-        whole = workload(spec, seq_len=seq_len, global_batch=global_batch, data=data)
+        whole = workload(spec, seq_len=seq_len, global_batch=global_batch)
         return with_lora(whole, Lora.parse(lora))
     if isinstance(spec, Workload):
-        return _own(spec, seq_len, global_batch, data)
-    given: _Given = {"seq_len": seq_len, "global_batch": global_batch, "data": data}
+        return _own(spec, seq_len, global_batch)
+    given: _Given = {"seq_len": seq_len, "global_batch": global_batch}
     if isinstance(spec, ServerModel):
         return _of_a_server(spec, given)
     text = str(spec)
@@ -77,17 +73,13 @@ def workload(
         loaded = FileSource.read(path, file["name"] or "").load()
         name = file["name"] if loaded.name == default_name(loaded.model) else loaded.name
         loaded = replace(loaded, name=name, spec=f"{absolute(path)}:{file['name']}")
-        return _own(loaded, seq_len, global_batch, data)
-    from .presets import PRESETS
-
+        return _own(loaded, seq_len, global_batch)
     if text in PRESETS:
         return _preset(text, given)
     config = _file_of(text)
     if config is not None:
         place = absolute(Path(text).expanduser())
-        return _of_contents(
-            _content(config), str(config), given, name=_file_name(config), spec=place, folder=config.parent
-        )
+        return _of_contents(_content(config), str(config), given, name=_file_name(config), spec=place)
     name = text.rpartition("/")[2]
     return _of_contents(_hub_content(text), f"the hub's model '{text}'", given, name=name, spec=text)
 
@@ -98,8 +90,6 @@ def check_name(text: str) -> None:
     Raises:
         WorkloadError: there is nothing of that name, or its configuration cannot be used.
     """
-    from .presets import PRESETS
-
     if text not in PRESETS and (file := _file_of(text)) is not None:
         _refuse_unlisted(_content(file), str(file))
 
@@ -110,8 +100,6 @@ def _file_of(text: str) -> Path | None:
     Raises:
         WorkloadError: there is nothing of that name.
     """
-    from .presets import PRESETS
-
     path = Path(text).expanduser()
     if text and os.path.exists(path):  # false, not an error, for an invalid path
         file = path / "config.json" if path.is_dir() else path
@@ -180,13 +168,11 @@ def _no_python_file(text: str) -> WorkloadError:
     return WorkloadError(f"there is no file {text}: FILE:NAME needs a Python file and a name in it{nearest_file(path)}")
 
 
-def _own(workload: Workload, seq_len: int | None, global_batch: int | None, data: str | Path | None) -> Workload:
-    for name, value in (("seq_len", seq_len), ("data", data)):
-        if value is not None and value != getattr(workload, name, None):
-            raise WorkloadError(
-                f"{name} is part of the workload '{workload.name}': set it in its code, instead of requesting "
-                f"{value!r} here"
-            )
+def _own(workload: Workload, seq_len: int | None, global_batch: int | None) -> Workload:
+    if seq_len is not None and seq_len != workload.seq_len:
+        raise WorkloadError(
+            f"seq_len is part of the workload '{workload.name}': set it in its code, instead of requesting {seq_len!r} here"
+        )
     if global_batch is not None:
         workload = replace(workload, global_batch=global_batch)
     check_workload(workload)
@@ -194,15 +180,14 @@ def _own(workload: Workload, seq_len: int | None, global_batch: int | None, data
 
 
 def _preset(name: str, given: _Given) -> Workload:
-    from .huggingface import hugging_face_workload, refuse_text
-    from .presets import PRESETS
+    from .huggingface import hugging_face_workload, refuse_length
 
     preset = PRESETS[name]
     given["global_batch"] = given["global_batch"] if given["global_batch"] is not None else preset.global_batch
     if preset.model_type == "wide_resnet":
         from .wide_resnet import wide_resnet
 
-        refuse_text(name, given["seq_len"], given["data"])
+        refuse_length(name, given["seq_len"])
         return wide_resnet(preset.arguments, name=name, spec=name, global_batch=given["global_batch"])
     architecture = Architecture(model_type=preset.model_type, arguments=dict(preset.arguments), task=preset.task)
     given["seq_len"] = given["seq_len"] if given["seq_len"] is not None else preset.seq_len
@@ -236,14 +221,11 @@ def _of_a_server(model: ServerModel, given: _Given) -> Workload:
     return _of_contents(model.contents, "model", given, name=model.name, spec=spec)
 
 
-def _of_contents(
-    content: Any, where: str, given: _Given, *, name: str, spec: str, folder: Path | None = None
-) -> Workload:
+def _of_contents(content: Any, where: str, given: _Given, *, name: str, spec: str) -> Workload:
     """Returns the workload of a config.json's contents.
 
     Args:
         where: location, for errors.
-        folder: folder that may contain a tokenizer.
 
     Raises:
         WorkloadError: it is not the configuration of a model in transformers.
@@ -266,9 +248,7 @@ def _of_contents(
         except refusals() as error:
             raise WorkloadError(f"{where} is not a valid {model_type} configuration: {one_line(error)}") from error
     _check_heads(configuration, where)
-    return hugging_face_workload(
-        from_configuration(configuration, where), name=name, spec=spec, folder=folder, unread=unread, **given
-    )
+    return hugging_face_workload(from_configuration(configuration, where), name=name, spec=spec, unread=unread, **given)
 
 
 def _unread(content: Mapping[str, Any], configuration_class: Any, where: str) -> tuple[str, ...]:

@@ -15,8 +15,7 @@ from ..space import Space
 from .architecture import Architecture
 from .batches import ForwardPass, each_tensor, make_batch
 from .flops import flops_of
-from .reduction import UNABLE
-from .skeleton import skeleton
+from .skeleton import UNABLE, skeleton
 from .tasks import ContrastiveLoss
 from .workload import Workload
 

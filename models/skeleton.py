@@ -32,6 +32,10 @@ def skeleton(workload: Workload, config: Mapping[str, Any] | None = None) -> "nn
             return workload.build_model(config)
 
 
+UNABLE = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""Exceptions of user code that cannot handle the given values."""
 LEAST_CALLS, CALLS_A_MODULE = 3000, 30
 """Limit on the calls of torch in a forward pass: more than three times those of the largest models whose code has no loop over
 the sequence. A thousand take about a second."""

@@ -114,7 +114,7 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 DOCUMENT, LOG, CHECKPOINTS = "train.yaml", "log.jsonl", "checkpoints"
-DATA, STOP, OUT_OF_MEMORY = "data", "stop", "out-of-memory.json"
+DATA, STOP = "data", "stop"
 FORMAT = 1
 _END = 1 << 20
 """Size of the end of a log that is read for its last steps, bytes."""

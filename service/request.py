@@ -20,14 +20,14 @@ from ..base.errors import UsageError, unknown
 from ..base.option import option, options_of
 from ..base.reading import Malformed, parse_json, path_of, read_named
 from ..knobs.strategy import MAX_DEVICES
-from ..models.server_model import ServerModel
+from ..models.presets import ServerModel
 from ..runners.command.command import Command, ServerCommand, hidden
 from ..space import Space
 from ..tuner.request.options import SECTIONS, RunRequest
 
 TRAVELLING: Mapping[str, float | None] = {
     "devices": MAX_DEVICES, "seq_len": 1 << 24, "global_batch": 1 << 24, "lora": None,
-    "space": None, "allow": None, "baseline": None, "override": None, "fix": None,
+    "space": None, "allow": None, "override": None, "fix": None,
     "trials": 100_000, "time": 1e9, "device_hours": 1e9, "patience": 1 << 30, "sampler": None, "layerwise": None, "seed": 1 << 53,
     "hardware": None, "memory_limit": 1e12, "trial_timeout": 1e9, "measure_time": 1e9, "concurrency": 4096,
 }  # fmt: skip

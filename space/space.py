@@ -258,17 +258,6 @@ class Space:
             knob.__dict__.update(attributes)
             raise
 
-    def set_default(self, name: str, value: Any) -> None:
-        """Sets a knob's default to another of its values.
-
-        Raises:
-            SpaceError: unknown or derived knob, or not one of its values.
-        """
-        knob = self[name]
-        if knob.derived:
-            raise SpaceError(f"knob '{name}' follows from others and has no default")
-        knob.default = knob.check(value)
-
     def copy(self) -> "Space":
         """An independent copy."""
         clone = Space()

@@ -15,7 +15,7 @@ LAYERS = (
     ("tuner",),
     ("testing", "trainer", "service"),
     ("cli",),
-    ("train", "errors"),
+    ("errors",),
 )
 """Packages by layer, lowest first: each imports from lower layers. Single files of the lowest may import each other."""
 

@@ -1,5 +1,6 @@
 """`redline convert`: converts a training's checkpoint to another tool's format."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,10 +9,9 @@ from ..base.errors import StudyError, UsageError, WorkloadError, unknown
 from ..base.option import Option, either
 from ..base.reading import path_of
 from ..models.architecture import Architecture
-from ..models.layouts.adapters import merged
+from ..models.layouts.adapters import merged, write_peft
 from ..models.layouts.dcp import dcp_tensors
-from ..models.layouts.find import LAYOUTS, find_weights
-from ..models.layouts.hugging_face import own_generation, own_tokenizer
+from ..models.layouts.hugging_face import find_weights, own_generation, own_tokenizer, write_hugging_face
 from ..models.layouts.weights import Weights
 from ..models.lora import AdaptedArchitecture
 from ..results.names import CHECKPOINTS, holds_training, read_document
@@ -20,6 +20,8 @@ from .checkpoint.state import MODEL
 from .data.order import BYTES
 from .request import TrainingSource, TrainRequest
 
+LAYOUTS: Mapping[str, Callable[..., None]] = {"hf": write_hugging_face, "peft": write_peft}
+"""Writer of each layout: called with weights, architecture and folder."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

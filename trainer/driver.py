@@ -3,7 +3,6 @@ configuration.
 """
 
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -32,7 +31,6 @@ from ..results.names import (
     DATA,
     LOG,
     LOGS,
-    OUT_OF_MEMORY,
     STOP,
     fresh_folder,
     holds_training,
@@ -89,29 +87,26 @@ class Driver:
         request: the request.
         listener: receives the events of the training.
         stack: keeps the folder's lock.
-        again: continue a training in the folder, because a launcher restarts the same command.
 
     Raises:
         UsageError: the request is invalid, or contradicts the training in the folder.
     """
 
-    def __init__(
-        self, request: TrainRequest, listener: TrainListener, stack: contextlib.ExitStack, *, again: bool = False
-    ) -> None:
-        path = Path(request.out or request.source) if request.resume or request.out is not None else None
-        source = None if request.resume else read_source(request.source)
-        if source is not None and path is None:
-            path = Path("train", source.name) if again else fresh_folder("train", source.name)
-        assert path is not None, "a resumed training has a folder"
+    def __init__(self, request: TrainRequest, listener: TrainListener, stack: contextlib.ExitStack) -> None:
         self.document: dict[str, Any] = {}
         note: str | None = None
-        if request.resume or (again and holds_training(path)):
+        if request.resume:
+            path = Path(request.out or request.source)
             self.document = read_document(path)
             request, note = taken_up(request, self.document["asked"], CheckpointFolder(path / CHECKPOINTS).step)
             source = TrainingSource.from_dict(self.document["source"])
-        elif holds_training(path):
-            raise StudyError(f"'{path}' contains a training already; continue it with --resume, or give another --out")
-        assert source is not None, "the source is read from the request or from the folder"
+        else:
+            source = read_source(request.source)
+            path = Path(request.out) if request.out is not None else fresh_folder("train", source.name)
+            if holds_training(path):
+                raise StudyError(
+                    f"'{path}' contains a training already; continue it with --resume, or give another --out"
+                )
         source = replace(source, spec=located(source.spec, request.workload, str(request.source)))
         if request.paths:
             find_sources(request.paths)  # refused before a model is built
@@ -146,13 +141,6 @@ class Driver:
     def step(self) -> int:
         """Number of steps in the latest checkpoint."""
         return self.checkpoints.step
-
-    def reports_done(self) -> bool:
-        """Returns True, with a message, if there is a checkpoint of the last step."""
-        done = self.step >= self.request.steps
-        if done:
-            self.listener.on_message(f"all {self.step} steps are done already; a higher --steps continues")
-        return done
 
     @property
     def strategy(self) -> TrainingStrategy:
@@ -208,7 +196,6 @@ class Driver:
                 f"an evaluation takes at least the {step} samples of a step, but {samples.num_evaluation} are held out; {instead}"
             )
         self._use(strategy)
-        self._follow_note()
 
     def _samples_of(self, strategy: TrainingStrategy) -> int:
         """Returns the samples of an optimizer step in a configuration."""
@@ -244,7 +231,8 @@ class Driver:
 
     def run(self) -> Trained:
         """Starts ranks here, or on the runner's devices, until they have ended successfully."""
-        if self.reports_done():
+        if self.step >= self.request.steps:
+            self.listener.on_message(f"all {self.step} steps are done already; a higher --steps continues")
             return self._result(None)
         self.prepare()
         while True:
@@ -327,7 +315,6 @@ class Driver:
             like=like,
             hardware=self._hardware,
             fixed=self.request.fix or {},
-            seed=self.request.seed,
         )
         return TrainingStrategy(config=planned.config, devices=devices, why=planned.why, step=self.step)
 
@@ -341,16 +328,6 @@ class Driver:
         request_document = self.document["asked"]
         same = all(getattr(self.request, name) == request_document.get(name) for name in ("memory_limit", "fix"))
         return previous if same and self.request.devices in (None, previous.devices) else None
-
-    def _follow_note(self) -> None:
-        """Takes a safer configuration if ranks of a launcher have left a note that this one ran out of memory."""
-        note = self.path / OUT_OF_MEMORY
-        if not note.exists():
-            return
-        failed = json.loads(note.read_text())
-        note.unlink()
-        if failed["configuration"] == dict(self.strategy.config):  # and it was not replanned since
-            self.safer(f"out of memory: {failed['reason']}")
 
     def _use(self, strategy: TrainingStrategy) -> None:
         """Saves a configuration before it is used, for a resumed training.
@@ -481,16 +458,8 @@ class Driver:
         Raises:
             TrainingFailed: the last step could not be saved.
         """
-        assert self._end is not None, "ranks that succeed report their end"
-        self.check_saved(self._end)
-        return self._result(measured)
-
-    def check_saved(self, end: LoopResult) -> None:
-        """Checks that the last step has a checkpoint.
-
-        Raises:
-            TrainingFailed: it has none; the message says why.
-        """
+        end = self._end
+        assert end is not None, "ranks that succeed report their end"
         if end.failure:
             checkpoint_text = NOTHING_SAVED
             if self.step:
@@ -498,6 +467,7 @@ class Driver:
             raise TrainingFailed(
                 f"the training reached step {end.step}, which could not be saved: {end.failure}; {checkpoint_text}"
             )
+        return self._result(measured)
 
     def _result(self, measured: Measurement | None) -> Trained:
         source, request = self.source, self.request

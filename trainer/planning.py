@@ -14,8 +14,6 @@ from ..knobs.strategy import ON_REQUEST, STANDARD
 from ..knobs.text import config_text, value_text
 from ..models import Workload
 from ..models.spaces import fix_knob, make_space
-from ..results import Trial
-from ..results.columns import speed
 from ..space import Config, Space
 from ..tuner.default_prior import assumed_hardware
 from ..tuner.feasibility import HEADROOM, OutOfMemoryKnowledge
@@ -126,8 +124,10 @@ class Planned:
     """Estimate of the configuration, if it was chosen by one."""
     why: str
     """Reason for this configuration, in a sentence."""
-    trials: tuple[Trial, ...] = ()
-    """Dry runs of the short search; empty if the estimate alone decided."""
+    predicted: float | None = None
+    """Throughput, measured or estimated; None if unknown."""
+    notes: tuple[str, ...] = ()
+    """Parts of a given strategy that are not followed."""
 
 
 def plan(
@@ -136,31 +136,25 @@ def plan(
     devices: int | None = None,
     memory_limit_mib: float | None = None,
     like: Config | None = None,
-    trials: int = 0,
     fixed: Mapping[str, Any] | None = None,
     hardware: "str | Path | Hardware | None" = None,
-    seed: int = 0,
 ) -> Planned:
-    """Returns the configuration to train with on these devices: the estimate's best, or the best of a short search
-    that starts from it.
+    """Returns the configuration to train with on these devices: the estimate's best.
 
     Only one process of a training may call it and has to send the result to the others: it looks up free memory and
-    the machine's speed, and measures dry runs.
+    the machine's speed.
 
     Args:
         workload: what is trained.
         devices: number of devices; None for all.
         memory_limit_mib: memory of a device; None for all of it, on a CPU for a rank's share of the free memory.
         like: the previous configuration, if any: its results and its samples per step are kept.
-        trials: dry runs on this host; 0 uses the estimate's best.
         fixed: values of knobs that do not vary.
         hardware: a name, a file or `Hardware` that describes the devices; None for those at hand.
-        seed: seed of the dry runs.
 
     Raises:
         NothingFound: no configuration fits; the message says what would.
         UsageError: an argument is invalid, or no configuration is valid.
-        KeyboardInterrupt: the search was interrupted.
     """
     from ..estimator.request import machine_of
     from ..estimator.survey import device_of
@@ -187,11 +181,7 @@ def plan(
         except UsageError as error:  # the model cannot be predicted
             note = str(error)
     best = next(iter(surveyed.best), None) if surveyed is not None else None
-    if trials:
-        begin = space if best is None else beginning_with(space, best.config)
-        search = {"trials": trials, "seed": seed, "hardware": hardware}
-        planned = _by_dry_runs(workload, begin, count, memory_limit_mib, where, search)
-    elif surveyed is None:
+    if surveyed is None:
         reason = f"the default configuration, since nothing can be predicted: {note}"
         planned = Planned(config=space.default(), why=reason)
     elif best is None:
@@ -201,7 +191,7 @@ def plan(
         reason = (
             f"{of if surveyed.predicted > 1 else 'the only configuration'} for {where}{f'; {note}' if note else ''}"
         )
-        planned = Planned(config=best.config, estimate=best.estimate, why=reason)
+        planned = Planned(config=best.config, estimate=best.estimate, why=reason, predicted=best.estimate.throughput)
     return replace(planned, why="; ".join((planned.why, *space_notes)))
 
 
@@ -336,26 +326,6 @@ def _order(room_mib: float, value: "Callable[[EstimateTable], np.ndarray]") -> "
         return fits[np.lexsort((table.fullest_memory_mib[fits], -value(table)[fits]))]
 
     return order
-
-
-def _by_dry_runs(
-    workload: Workload, space: Space, devices: int, limit_mib: float | None, where: str, search: Mapping[str, Any]
-) -> Planned:
-    """Returns the winner of a short search, whose first trial is the space's default configuration."""
-    from ..tuner.tuning import tune
-
-    result = tune(workload, space, devices=devices, memory_limit=limit_mib, runner="local", **search)
-    if result.interrupted:
-        raise KeyboardInterrupt
-    if result.best is None:
-        raise NothingFound(f"{result.why}.{ADVICE}")
-    best, count = result.best, len([trial for trial in result.all_trials if trial.measurement is not None])
-    chosen_of = f"the fastest of {count} dry runs" if count > 1 else "the one dry run"
-    return Planned(
-        config=best.config,
-        why=f"{chosen_of} on {where}: {speed(best.throughput, best.measurement.unit)}",
-        trials=result.all_trials,
-    )
 
 
 def _nothing_fits(workload: Workload, surveyed: "Survey", where: str, limit_mib: float) -> str:

@@ -15,7 +15,7 @@ from ..base.errors import WorkloadError
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.layouts.dcp import dcp_tensors
-from ..models.layouts.find import find_weights
+from ..models.layouts.hugging_face import find_weights
 from ..models.layouts.weights import Weights
 from ..results import Measurement, Status
 from ..results.names import CHECKPOINTS, DATA, LOG, STOP
@@ -26,10 +26,9 @@ from ..runners.trial.job import Job, Outcome, Rendezvous
 from ..runners.trial.rank import RankContext
 from ..space import Config
 from ..training import Training
-from ..training.training_data import TrainingData
 from .checkpoint.saver import Checkpoint, CheckpointFolder, Saver, gathered, latest, patient_group
 from .checkpoint.state import State
-from .data import DataPlan, Samples, check_packing, training_data
+from .data import DataPlan, training_data
 from .loop import Hyperparameters, Loop, LoopPlan, LoopResult
 
 if TYPE_CHECKING:
@@ -64,8 +63,6 @@ class TrainRank:
     """Additional fields of a checkpoint's manifest."""
     peak_flops: float | None = None
     """Peak rate of a device; None if unknown."""
-    on_line: Callable[[], None] | None = None
-    """Called on rank 0 after every line of the log."""
 
     def __call__(self, context: RankContext) -> LoopResult:
         import torch
@@ -74,11 +71,10 @@ class TrainRank:
         group = None
         if context.world_size > 1:
             context.phase("rendezvous")
-            if not torch.distributed.is_initialized():
-                join(context)
+            join(context)
             group = patient_group()
         with ExitStack() as stack:
-            log = stack.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else _discard
+            log = stack.enter_context(_Log(self.folder)) if context.rank == 0 else _discard
             context.phase("data")
             samples = training_data(self.data, self.workload, self.folder / DATA)
             context.phase("build")
@@ -91,7 +87,6 @@ class TrainRank:
                 world_size=context.world_size,
                 own_data=False,
             )
-            _check_packing(training, samples)
             context.phase("checkpoint")
             folder = CheckpointFolder(self.folder / CHECKPOINTS, self.plan.keep)
             saver = Saver(folder, context.rank, group)
@@ -222,28 +217,6 @@ class Trainings(Work):
         )
 
 
-def _check_packing(training: Training, samples: TrainingData) -> None:
-    """Refuses several documents per sample if the model attends across them.
-
-    Raises:
-        WorkloadError: the model attends across documents.
-    """
-    if not isinstance(samples, Samples) or samples.plan.packing != "documents":
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    if (attention := str(training.config.get("attention", ""))).startswith("flash"):
-        raise WorkloadError(
-            f"packing=documents needs --fix attention=sdpa: with {attention} transformers keeps documents apart only in "
-            "micro-batches of one sample"
-        )
-    with training.precision.autocast():
-        check_packing(training.model, whole=training.world.pp * training.world.sp * training.world.cp == 1)
-    for module in training.model.modules():
-        if isinstance(module, FSDPModule):  # a forward without gradients leaves some parts gathered
-            module.reshard()
-
-
 def _discard(line: Mapping[str, Any]) -> None:
     """The log of ranks other than 0."""
 
@@ -253,12 +226,11 @@ class _Log:
     printed instead.
     """
 
-    def __init__(self, folder: Path, on_line: Callable[[], None] | None) -> None:
+    def __init__(self, folder: Path) -> None:
         path = folder / LOG
         self._cut = path.exists() and path.read_bytes()[-1:] not in (b"\n", b"")
         """True if the last line has no end: the next one is on a line of its own."""
         self._file = path.open("ab", buffering=0)
-        self._on_line = on_line
 
     def __enter__(self) -> "_Log":
         return self
@@ -278,8 +250,6 @@ class _Log:
             problem = str(error.strerror)
         if problem is not None:
             print(f"redline: the log cannot be written ({problem}): {json.dumps(line)}", flush=True)
-        if self._on_line is not None:
-            self._on_line()
 
 
 @contextmanager

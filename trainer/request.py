@@ -11,7 +11,7 @@ from ..base.errors import NothingFound, StudyError, UsageError, nearest, unknown
 from ..base.option import Option, either, options_of
 from ..base.reading import LARGEST_DOCUMENT, Malformed, absolute, parse_yaml, path_of, read_named
 from ..models import Workload
-from ..models.layouts.hugging_face import difference, own_tokenizer
+from ..models.layouts.hugging_face import own_tokenizer
 from ..models.lora import check_lora
 from ..models.resolve import workload as resolve_workload
 from ..results import View, summary
@@ -22,6 +22,7 @@ from ..space import Config
 from ..tuner.budget import parse_memory
 from ..tuner.trackers import TRACKERS
 from .data import DataPlan
+from .data.corpus import tokenizer_digest
 from .data.order import BYTES
 from .listener import TrainingStrategy
 from .loop import Hyperparameters, LoopPlan
@@ -36,8 +37,6 @@ def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "Trai
         request: the request.
         say: receives a message if another tokenizer is given than the weights were trained with, or if there is none.
 
-    Raises:
-        WorkloadError: the data does not exist, or a tokenizer cannot be loaded.
     """
     if request.weights is None or not request.paths:
         return request
@@ -52,12 +51,12 @@ def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "Trai
         say(
             f"text is read by bytes, as requested, but the weights were trained with the tokenizer in '{source_tokenizer}'"
         )
-    elif source_tokenizer is not None and (
-        tokenizer_difference := difference(Path(request.tokenizer), source_tokenizer)
+    elif source_tokenizer is not None and tokenizer_digest(request.tokenizer) != tokenizer_digest(
+        str(source_tokenizer)
     ):
         say(
-            f"the tokenizer in '{request.tokenizer}' differs from the one in '{source_tokenizer}', with which the "
-            f"weights were trained: {tokenizer_difference}; without --tokenizer the checkpoint's is used"
+            f"the tokenizer in '{request.tokenizer}' has other files than the one in '{source_tokenizer}', with which the "
+            "weights were trained; without --tokenizer the checkpoint's is used"
         )
     return request
 
@@ -165,7 +164,7 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
         if foreign := sorted(request_document.keys() - names - WITHOUT_EFFECT):
             raise UsageError(
                 f"the training was started by another version of redline, with {', '.join(foreign)}, which this one does not "
-                "have: continue it with that version, or start another training from its checkpoint with --from"
+                "have: continue it with that version, whose `redline convert` writes a folder for --from of this one"
             )
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

@@ -11,7 +11,7 @@ from ..base.option import option
 from ..estimator.hardware import find_hardware
 from ..models import Workload
 from ..models.flops import flops_of
-from ..models.server_model import ServerModel
+from ..models.presets import ServerModel
 from ..results import RunFolder
 from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
 from ..runners.dispatch import DryRunner, DryRuns

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ScheduleError, WorkloadError
 from ..batches import make_batch
-from ..reduction import UNABLE
-from ..skeleton import fake_pass
+from ..skeleton import UNABLE, fake_pass
 from ..workload import Workload
 
 if TYPE_CHECKING:

@@ -1,13 +1,13 @@
 """The schedule of each family: its own for those without a plan in transformers (GPT-2, BERT, OPT), one for all others."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from ...base.errors import ScheduleError
-from . import t5, tp_plans
-from .standard import StandardSchedule
-from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
+from . import tp_plans
+from .standard import StandardSchedule, even_ends
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel, sequence, vocabulary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,6 +124,68 @@ def _bert(name: str, head: str) -> StandardSchedule:
     )
 
 
+EMBEDDINGS_OF_T5 = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
+
+
+def blocks_of_t5(sch: "Schedule") -> "list[Schedule]":
+    """Returns the encoder's blocks, then the decoder's."""
+    return [*sch.select("encoder.block.*"), *sch.select("decoder.block.*")]
+
+
+def cut_t5(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
+    """Cuts attention and its position bias by heads, the feed-forward parts by their inner features."""
+    vocabulary(sch, EMBEDDINGS_OF_T5, "lm_head")
+    for block in blocks:
+        for layer in block["layer"]:
+            cut_layer_of_t5(layer, Regions(sequence_parallel))
+    if sequence_parallel:
+        for stack in ("encoder", "decoder"):
+            norms = [f"layer.{index}.layer_norm" for index in range(3)]
+            sequence(sch, sch.select(f"{stack}.block.*"), norms, f"{stack}.final_layer_norm")
+    # Cross-attention in all blocks of the decoder reads the encoder's output.
+    sch["encoder.final_layer_norm"].sync("bwd_pre", "all_reduce")
+
+
+def cut_layer_of_t5(layer: "Schedule", regions: Regions) -> None:
+    """Cuts self-attention, cross-attention or the feed-forward part of a block."""
+    for name in ("SelfAttention", "EncDecAttention"):
+        if name in layer:
+            for projection in ("q", "k", "v"):
+                column_parallel(layer[name][projection])
+            row_parallel(layer[name]["o"])
+            if "relative_attention_bias" in layer[name]:
+                layer[name]["relative_attention_bias"].shard("weight", axis=1)
+            around_layer_of_t5(layer, layer[name], layer[name]["o"], regions)
+    if "DenseReluDense" in layer:
+        for name in ("wi", "wi_0", "wi_1"):
+            if name in layer["DenseReluDense"]:
+                column_parallel(layer["DenseReluDense"][name])
+        row_parallel(layer["DenseReluDense.wo"])
+        around_layer_of_t5(layer, layer["DenseReluDense"], layer["DenseReluDense.wo"], regions)
+
+
+def around_layer_of_t5(layer: "Schedule", entry: "Schedule", last: "Schedule", regions: Regions) -> None:
+    """Adds the communication of a region. Only the norm's output is summed: position biases are cut by heads."""
+    entry.fork_rng()
+    if regions.sequence_parallel:
+        regions.around(entry, last, dropout=[layer["dropout"]])
+    else:
+        layer["layer_norm"].sync("bwd_pre", "all_reduce")
+        last.sync("fwd_post", "all_reduce")
+
+
+def stage_ends_of_t5(sch: "Schedule", stages: int) -> "list[Schedule]":
+    """Puts the decoder in the last stage and the encoder in all others, because each decoder block reads the
+    encoder's output.
+    """
+    encoder = sch.select("encoder.block.*")
+    if len(encoder) < stages - 1:
+        raise ScheduleError(
+            f"pp: the decoder needs its own stage, so {len(encoder)} encoder blocks remain for {stages - 1} stages"
+        )
+    return [*even_ends(encoder, stages - 1), encoder[-1]]
+
+
 SCHEDULES: Mapping[str, StandardSchedule] = {
     "albert": StandardSchedule(
         "albert.encoder.albert_layer_groups.*.albert_layers.*",
@@ -149,7 +211,13 @@ SCHEDULES: Mapping[str, StandardSchedule] = {
     ),
     "roberta": _bert("roberta", "lm_head.decoder"),
     "xlm-roberta": _bert("roberta", "lm_head.decoder"),
-    "t5": t5.schedule,
+    "t5": StandardSchedule(
+        blocks_of_t5,
+        cut_t5,
+        stage_ends=stage_ends_of_t5,
+        no_runs="blocks of the decoder attend to what the encoder gives",
+        no_stage_blocks="its decoder is in one stage",
+    ),
     "vit": StandardSchedule(
         "vit.layers.*",
         Cuts(

@@ -9,9 +9,8 @@ from ...base.option import option
 from ...base.reading import Malformed, parse_json, read_named
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture
-from .lazy import Box, LazyTensor, LazyTensors
 from .safetensors_files import file_tensors, whole_folder
-from .weights import Weights, shape_differences
+from .weights import Box, LazyTensor, LazyTensors, Weights, shape_differences
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
 from ..architecture import one_line
-from .lazy import Box, LazyTensor, box_shape
+from .weights import Box, LazyTensor, box_shape
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,6 @@
-"""Hugging Face checkpoint folders, read and written: weights in safetensors by a model's names, and the tokenizer files."""
+"""Checkpoints of other tools: found by their contents; and Hugging Face folders, read and written: weights in safetensors by a
+model's names, and the tokenizer files.
+"""
 
 import json
 import shutil
@@ -11,18 +13,40 @@ from ...base._transformers import as_loaded, as_saved, quiet
 from ...base.errors import UsageError, WorkloadError
 from ...base.reading import path_of
 from ..architecture import Architecture, one_line, without_memory
-from ..data import TOKENIZER_FILES, load_tokenizer
-from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, is_adapter
-from .lazy import LazyTensors, cast
+from ..data import TOKENIZER_FILES
+from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, is_adapter, with_adapters
 from .safetensors_files import INDEX, SINGLE, stored_tensors, whole_folder
-from .weights import Weights, fit
+from .weights import LazyTensors, Weights, cast, fit
 
 if TYPE_CHECKING:
     import torch
 
 GENERATION = "generation_config.json"
-_PROBE = "The 7 quick brown foxes' fur (naïve, 12.5 %)\n\tdoesn't jump over https://example.org/?a=b 日本語."
-"""A text that tokenizers with equal vocabularies may split differently."""
+
+
+def find_weights(path: Path | str, architecture: Architecture, adapters: Path | str | None = None) -> Weights:
+    """Returns the weights of a model in a checkpoint, regardless of its layout.
+
+    Args:
+        path: transformers' folder or a .safetensors file; or peft's folder, whose base must be on this machine.
+        adapters: peft's folder, for weights of a plain model.
+
+    Raises:
+        WorkloadError: it is none of these, cannot be read, or is a checkpoint of another model; the message lists the
+            differing tensors.
+        UsageError: the path is invalid in every file system.
+    """
+    folder = path_of(path)
+    if (folder / ADAPTER_CONFIG).is_file() and adapters is None:
+        base = adapter_settings(folder).get("base_model_name_or_path")
+        if not isinstance(base, str) or not Path(base).exists():
+            raise WorkloadError(
+                f"'{folder}' contains only adapters, of the model '{base}', which is not on this machine: give the folder "
+                "of its weights, and this one as its adapters"
+            )
+        return find_weights(base, architecture, folder)
+    weights = hugging_face(folder, architecture)
+    return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
 
 
 def hugging_face(path: Path | str, architecture: Architecture) -> Weights:
@@ -68,25 +92,6 @@ def own_tokenizer(path: Path | str) -> Path | None:
 def own_generation(path: Path | str) -> Path | None:
     """Generation configuration of a checkpoint's model; None if there is none."""
     return next((folder / GENERATION for folder in _folders(path) if (folder / GENERATION).is_file()), None)
-
-
-def difference(path: Path, checkpoint: Path) -> str | None:
-    """Difference between a tokenizer and the one that weights were trained with; None if both make the same tokens.
-
-    Raises:
-        WorkloadError: one of them cannot be loaded.
-    """
-    tokenizer, expected = load_tokenizer(path), load_tokenizer(checkpoint)
-    if tokenizer is None or expected is None:
-        raise WorkloadError(f"'{path if tokenizer is None else checkpoint}' contains no tokenizer")
-    ids, expected_ids = tokenizer.get_vocab(), expected.get_vocab()
-    if len(ids) != len(expected_ids):
-        return f"it has {len(ids):,} tokens, and the checkpoint's {len(expected_ids):,}"
-    if moved := sorted(token for token in ids if expected_ids.get(token) != ids[token]):
-        return f"{len(moved):,} of {len(ids):,} tokens have another id, such as {moved[0]!r}"
-    if tokenizer(_PROBE)["input_ids"] != expected(_PROBE)["input_ids"]:
-        return "it has the same tokens and splits texts otherwise"
-    return None
 
 
 def _folders(path: Path | str) -> list[Path]:

@@ -12,7 +12,7 @@ from ...base.errors import UsageError, WorkloadError
 from ...base.reading import Malformed, parse_json, path_of, read_named
 from ...base.writing import sync_folder
 from ..architecture import one_line
-from .lazy import Box, LazyTensor, box_shape
+from .weights import Box, LazyTensor, box_shape
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 OTHER_TOOLS = (
-    "A checkpoint of Megatron-LM or torchtitan has to be written in Hugging Face's format by that tool's converter"
+    "A checkpoint of redline, Megatron-LM or torchtitan has to be written in Hugging Face's format: by `redline convert`, or by "
+    "that tool's converter"
 )
 _LARGEST_INDEX = 64 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

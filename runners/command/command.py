@@ -10,7 +10,7 @@ from ...base.errors import UsageError, WorkloadError, unknown
 from ...base.option import Option, either
 from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_named
 from ...frameworks.registry import LAUNCHERS
-from ...models.server_model import ServerModel
+from ...models.presets import ServerModel
 
 HIDDEN = "***"
 """Shown instead of a hidden value."""

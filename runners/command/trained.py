@@ -15,8 +15,7 @@ from ...frameworks.registry import find_framework, find_launcher
 from ...frameworks.trainer_config import TrainerConfig
 from ...knobs.strategy import SPLITS
 from ...models.architecture import Architecture
-from ...models.presets import preset_of
-from ...models.server_model import ServerModel
+from ...models.presets import ServerModel, preset_of
 from ...space import Config
 from .command import Command
 from .template import split_words

@@ -14,8 +14,8 @@ from ...base.errors import UsageError
 from ...base.option import Option, options_of
 from ...estimator.hardware import named_hardware
 from ...knobs.strategy import MAX_DEVICES
+from ...models.presets import ServerModel
 from ...models.request import ModelRequest, SpaceRequest
-from ...models.server_model import ServerModel
 from ...runners.command.command import Command
 from ...space import Space
 from ...tuner.request.options import RunRequest, SearchRequest

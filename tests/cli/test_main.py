@@ -76,7 +76,6 @@ BAD = [
     (["tune", "gpt2-tiny", "--lora", "rank=16"], "unknown part of lora 'rank'"),
     (["tune", "gpt2-tiny", "--lora", "r=0"], "r of at least 1"),
     (["tune", "gpt2-tiny", "--space", "no_such.yaml"], "no_such.yaml"),
-    (["tune", "gpt2-tiny", "--data", "no_such.txt"], "no_such.txt"),
     (["tune", "gpt2-tiny", "--resume"], "--resume needs --out"),
     (["tune", "gpt2-tiny", "--out", "taken"], "'taken' already contains a run"),
     (["tune", "gpt2-tiny", "--resume", "--out", "no/such/run"], "'no/such/run' contains no run to resume"),

@@ -22,7 +22,6 @@ OF_A_MODEL = [
     ["--allow", "lossi"],
     ["--fix", "micro_batch=large"],
     ["--set", "precision=bf16,fp33"],
-    ["--data", "no_such.txt"],
     ["--devices", "0"],
 ]
 OF_A_SEARCH = [

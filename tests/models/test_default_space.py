@@ -4,10 +4,9 @@ from math import prod
 
 import pytest
 from redline.base import device as devices
-from redline.base.errors import SpaceError, UsageError
+from redline.base.errors import SpaceError
 from redline.models import Workload, parallel, workload
 from redline.models.families import Support
-from redline.models.request import TrainingRequest, resolve
 from redline.models.spaces import (
     default_space,
     fix_knob,
@@ -314,24 +313,3 @@ def test_a_model_of_one_replica_has_devices_that_share_it(cpu):
     assert spread.replicas == (1,)
     assert {config["dp"] for config in space} == {1}
     assert "it is one" in {constraint.reason for constraint in space.constraints}
-
-
-def test_the_gain_can_be_asked_for_against_another_number_format(cpu, cuda, compiler):
-    def space_of(baseline, device=None, **more):
-        request = TrainingRequest(target="gpt2", baseline=baseline, **more)
-        return resolve(request, device or cuda((9, 0)), 1).space
-
-    def default(*args, **more):
-        return space_of(*args, **more).default()
-
-    assert [default(each)["precision"] for each in (None, "fp32", "tf32", "bf16")] == ["bf16", "fp32", "tf32", "bf16"]
-    assert [space_of(each)["precision"].values for each in ("fp32", "tf32")] == [
-        ("fp32", "tf32", "bf16"),
-        ("tf32", "bf16"),
-    ]
-    assert default(None, cpu)["precision"] == "fp32" == default("fp32", cpu)["precision"]
-    assert default("fp32").to_dict() | {"precision": "bf16"} == default(None).to_dict()
-    with pytest.raises(UsageError, match="baseline must be a number format .* 'fp8': this space has bf16"):
-        default("fp8")
-    with pytest.raises(UsageError, match="'fp32': this space has bf16"):
-        default("fp32", space=default_space(workload("gpt2"), cuda((9, 0))), override={"precision": ["bf16"]})

@@ -102,12 +102,9 @@ def test_every_preset_is_listed_with_what_the_command_shows():
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_images_have_no_sequence_length_and_no_text(name, tmp_path):
-    (tmp_path / "text").write_text("text")
+def test_images_have_no_sequence_length(name):
     with pytest.raises(WorkloadError, match="takes images, so seq_len must not be given, but is 64"):
         workload(name, seq_len=64)
-    with pytest.raises(WorkloadError, match="takes images, so data must not be given"):
-        workload(name, data=tmp_path / "text")
 
 
 def test_flops_are_those_of_the_formula():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from redline.base.device import Device
 from redline.base.errors import WorkloadError
-from redline.models import Workload, flops_of, make_space, reduction, workload
+from redline.models import Workload, flops, flops_of, make_space, workload
 from redline.models.request import TrainingRequest, resolve as resolve_request
 from redline.space import Space
 from redline.training import Training
@@ -252,11 +252,11 @@ def test_whether_a_loss_is_a_sum_is_found_out_without_running_the_model_and_at_l
             return super().forward(x)
 
     sums = own(model=Watched, loss=cross_entropy("sum"))
-    monkeypatch.setattr(reduction, "AFFORDABLE_BYTES", 3 * 8 * 4)
+    monkeypatch.setattr(flops, "AFFORDABLE_BYTES", 3 * 8 * 4)
     with pytest.raises(WorkloadError, match="the loss at micro-batch 2 is twice the one at 1"):
         workload(sums)
     assert ran == [True]
-    monkeypatch.setattr(reduction, "AFFORDABLE_BYTES", 3 * 8 * 4 - 1)
+    monkeypatch.setattr(flops, "AFFORDABLE_BYTES", 3 * 8 * 4 - 1)
     assert flops_of(workload(replace(sums))).per_sample  # its outputs are too large to be made up
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from redline.base.errors import KeyTaken, NotFound, Refused, ServiceError, UsageError
 from redline.cli import submit
 from redline.cli.main import redline as command_line
-from redline.models.server_model import ServerModel
+from redline.models.presets import ServerModel
 from redline.service.client import ServerUnreachable
 from redline.service.records import SearchState
 from redline.service.request import arguments, travelling

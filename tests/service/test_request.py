@@ -6,7 +6,7 @@ import pytest
 from redline.base.device import Device
 from redline.base.errors import UsageError, WorkloadError
 from redline.models.architecture import Architecture
-from redline.models.server_model import ServerModel
+from redline.models.presets import ServerModel
 from redline.service.request import arguments
 from redline.tuner.request.options import Request
 from redline.tuner.request.target import resolve_task

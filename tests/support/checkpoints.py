@@ -4,8 +4,7 @@ import torch
 from numerics_table import FAMILIES
 from redline.base._transformers import quiet
 from redline.models.architecture import Architecture
-from redline.models.layouts.lazy import LazyTensor
-from redline.models.layouts.weights import Weights
+from redline.models.layouts.weights import LazyTensor, Weights
 from redline.models.lora import AdaptedArchitecture, Lora
 
 

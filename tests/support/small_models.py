@@ -27,15 +27,12 @@ def small():
 
     def make(model_type="gpt2", seq_len=16, global_batch=8, **changed):
         task = "masked" if model_type == "bert" else "causal"
-        data, folder = changed.pop("data", None), changed.pop("folder", None)
         return hugging_face_workload(
             Architecture(model_type=model_type, arguments={**SMALL[model_type], **changed}, task=task),
             name=f"small-{model_type}",
             spec=f"small-{model_type}",
             seq_len=seq_len,
             global_batch=global_batch,
-            data=data,
-            folder=folder,
         )
 
     return make

@@ -195,11 +195,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["fix={'fusion': False}", "trials=2, fix={'fusion': False}", "strategy=['zero2', 'checkpoint']"]
-)
+@pytest.mark.parametrize("how", ["fix={'fusion': False}", "strategy=['zero2', 'checkpoint']"])
 def test_torchrun_starts_the_same_loop(how, tmp_path):
-    """The configuration comes from the estimate, from dry runs that rank 0 makes on both devices, and from a list."""
+    """The configuration comes from the estimate, or from a list."""
     script = tmp_path / "loop.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1] / "support"), how=how))
     parent = str(Path(redline.__file__).parent.parent)
@@ -213,4 +211,4 @@ def test_torchrun_starts_the_same_loop(how, tmp_path):
     _, loss, size, reason = line.split(" ", 3)
     expected = plain(make_llama(), make_data(), own_loss, steps=3, clip=None)[0][-1]
     assert (float(loss), size) == (pytest.approx(expected, rel=1e-2), "2")  # the search may choose bf16
-    assert ("of 2 dry runs" in reason) == ("trials" in how)
+    assert reason.startswith("the list of optimisations" if "strategy" in how else "the estimate's best")

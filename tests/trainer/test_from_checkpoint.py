@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "eos_token_id": 0}
 
 
-def make_tokenizer(folder, size, texts=10):
+def make_tokenizer(folder, size):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +25,7 @@ def make_tokenizer(folder, size, texts=10):
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-    bpe.train_from_iterator(TOPICS[:texts], trainer)
+    bpe.train_from_iterator(TOPICS[:10], trainer)
     PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>").save_pretrained(folder)
     return folder
 
@@ -66,16 +66,11 @@ def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, 
 
 
 def test_another_tokenizer_gets_a_note(run, here, checkpoint):
-    make_tokenizer(here / "smaller", 280), make_tokenizer(here / "shuffled", 295, texts=3)
+    make_tokenizer(here / "smaller", 280)
     shutil.copytree(checkpoint, here / "same")
-    note = "with which the weights were trained"
-    for name, message in (
-        ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is used"),
-        ("shuffled", "of 295 tokens have another id, such as"),
-        ("same", None),
-    ):
+    for name in ("smaller", "same"):
         text = words(run(*trained("train", "llama", f"with-{name}", "--from", "begun", "--tokenizer", name, steps=1)))
-        assert (note in text and message in text) if message else note not in text, text
+        assert ("has other files than the one in" in text) == (name == "smaller"), text
 
 
 def test_text_by_bytes_needs_a_request_or_no_tokenizer(run, here, checkpoint, tmp_path):

@@ -1,7 +1,6 @@
 """However a training ends, it continues exactly from its checkpoint, also elsewhere and with another configuration."""
 
 import signal
-import sys
 
 import pytest
 import yaml
@@ -13,13 +12,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def steps_done(least):
     return lambda line: line["kind"] == "checkpoint" and line["step"] >= least and not line["failure"]
-
-
-def torchrun(ranks, restarts=0):
-    """Command line that starts `redline train` on so many ranks, with a port of its own."""
-    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    count = ["--nproc-per-node", ranks, "--max-restarts", restarts]
-    return [sys.executable, "-m", "torch.distributed.run", *where, *count, "-m", "redline.train"]
 
 
 @pytest.fixture(scope="session")
@@ -112,18 +104,6 @@ def test_out_of_memory_resumes_in_a_safer_configuration(start, here):
     assert curve(out) == pytest.approx(curve(here / "never"), rel=1e-5)
 
 
-def test_under_torchrun_a_restart_takes_a_safer_configuration(start, here):
-    arguments = ["work.py:spiking", "--memory-limit", "1GiB", "--steps", 60, *EVERY_STEP, "--save-every", 4,
-                 "--out", "launched"]  # fmt: skip
-    code, text = start(*arguments, launcher=torchrun(1, restarts=3)).wait()
-    assert code == 0, text
-    strategies = yaml.safe_load((here / "launched" / "train.yaml").read_text())["strategies"]
-    micro = [each["configuration"]["micro_batch"] for each in strategies]
-    assert len(micro) > 1 and micro == sorted(micro, reverse=True) and micro[-1] < micro[0]
-    assert not (here / "launched" / "out-of-memory.json").exists()
-    assert max(curve(here / "launched")) == 60 and "note: out of memory" in text
-
-
 def test_ranks_that_fail_otherwise_end_it_and_say_why(start, here):
     code, text = start(
         "train", "work.py:broken", "--devices", 1, "--steps", 60, "--save-every", 4, "--out", "broke"
@@ -135,25 +115,3 @@ def test_ranks_that_fail_otherwise_end_it_and_say_why(start, here):
         and "Traceback" not in text
     )
     assert "KeyError" in (here / "broke" / "logs" / "0.log").read_text()
-
-
-def test_under_torchrun_a_rank_that_is_killed_is_started_again_from_the_checkpoint(start, here):
-    arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--fix", "tp=2", "--steps", 300, *EVERY_STEP,
-                 "--save-every", 5]  # fmt: skip
-    command = start(*arguments, "--out", "one-killed", launcher=torchrun(2, restarts=1))
-    out = here / "one-killed"
-    command.until(out, steps_done(10))
-    ranks = [each for each in command.began if "redline.train" in each.cmdline() and each.ppid() == command.process.pid]
-    assert len(ranks) == 2
-    ranks[1].kill()
-    code, text = command.wait()
-    assert code == 0, text
-    assert left_of(command.began) == []
-    (resumed,) = [each for each in lines_of(out) if each["kind"] == "resumed"]
-    assert resumed["step"] >= 10 and resumed["step"] % 5 == 0
-    (strategy,) = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
-    assert strategy["configuration"]["tp"] == 2 and strategy["step"] == 0
-    code, text = start("train", *arguments, "--devices", 2, "--out", "none-killed").wait()
-    assert code == 0, text
-    assert curve(out) == curve(here / "none-killed") and max(curve(out)) == 300, "bit for bit"
-    assert max(each["step"] for each in lines_of(out) if each["kind"] == "checkpoint") == 300

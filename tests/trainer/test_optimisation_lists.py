@@ -1,16 +1,12 @@
 """Strategies in ATorch's form are converted to knobs; entries without a knob are named."""
 
-import json
-import pickle
-
 import pytest
 import redline
 import torch
 from redline.base.errors import UsageError
 from redline.trainer.accelerate import api
 from redline.trainer.accelerate.api import StrategyRequest, decide
-from redline.trainer.accelerate.optimisations import NEUTRAL, follow, read_list
-from redline.trainer.ranks import RankPlace
+from redline.trainer.accelerate.optimisations import NEUTRAL, follow
 
 LISTS = {
     "nothing": ([], {}),
@@ -95,21 +91,6 @@ def test_invalid_lists_are_refused(name):
         follow(strategy, 8)
 
 
-def test_saved_lists_are_read(tmp_path):
-    (tmp_path / "list.json").write_text(json.dumps(["zero2", ["amp_native", {"dtype": "bf16"}]]))
-    assert follow(read_list(tmp_path / "list.json"), 8).knobs == {**NEUTRAL, "zero": 2, "precision": "bf16"}
-    (tmp_path / "strategy").write_bytes(pickle.dumps(["zero2"]))
-    with pytest.raises(UsageError, match=r"strategy' is not JSON .*, which a pickle of ATorch is not"):
-        read_list(tmp_path / "strategy")
-
-
-@pytest.mark.parametrize("text", ["", "not json", "3", "[]"])
-def test_a_file_that_is_no_strategy_is_refused(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UsageError, match="x.json'"):
-        read_list(tmp_path / "x.json")
-
-
 def test_open_knobs_of_a_list_are_planned():
     info = redline.accelerate(
         "llama-tiny", strategy=["zero1", ("amp_native", {"dtype": "bf16"}), "checkpoint"], seq_len=32
@@ -130,9 +111,9 @@ def test_entries_that_the_model_does_not_support_are_reported():
     (["zero3", "tensor_parallel"], "zero=3 is not followed: it has no effect with tp=2 pp=1 dp=1"),
 ])  # fmt: skip
 def test_entries_without_effect_are_reported(strategy, message):
-    workload, place = redline.workload("llama-tiny", seq_len=32), RankPlace(rank=0, local_rank=0, size=2)
-    assert decide(workload, StrategyRequest(strategy=strategy), place, 2).notes == (message,)
-    here = decide(workload, StrategyRequest(strategy=["tensor_parallel", "sequence_parallel"]), place, 2)
+    workload = redline.workload("llama-tiny", seq_len=32)
+    assert decide(workload, StrategyRequest(strategy=strategy), 2).notes == (message,)
+    here = decide(workload, StrategyRequest(strategy=["tensor_parallel", "sequence_parallel"]), 2)
     assert here.config["sequence_parallel"] is True and here.notes == ()
 
 

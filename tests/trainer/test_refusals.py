@@ -48,6 +48,13 @@ def test_unusable_data_is_refused(run, here, tmp_path, content, more, message):
     assert not list(tmp_path.rglob("step-*"))
 
 
+def test_ranks_of_a_launcher_are_refused(run, monkeypatch, tmp_path):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    message = ["redline train starts its ranks itself: leave the launcher out", "--runner ray", "--to python"]
+    refused(run, message, "train", "llama", *SIZES, "--out", tmp_path / "out")
+
+
 def test_a_small_vocabulary_is_refused(run, here, tmp_path):
     small = json.loads((here / "llama" / "config.json").read_text()) | {"vocab_size": 100}
     (here / "narrow").mkdir(exist_ok=True)

@@ -1,14 +1,12 @@
 """A training is replanned only when necessary; the decision is stored before any rank starts."""
 
 import contextlib
-import json
 import shutil
 
 import pytest
 import yaml
 from redline.base.errors import NothingFound
 from redline.cli import main
-from redline.results.names import OUT_OF_MEMORY
 from redline.trainer.driver import Driver
 from redline.trainer.listener import TrainListener
 from redline.trainer.request import TrainRequest
@@ -37,22 +35,14 @@ def of_llama(here):
     return ended(here, *trained("train", "llama", "to-replan", steps=1))
 
 
-@pytest.fixture(scope="session")
-def of_net(here):
-    """A training of a model whose memory depends on the size of its micro-batches."""
-    return ended(here, "train", "work.py:net", "--devices", 1, "--steps", 1, "--out", "net-to-replan")
-
-
 @pytest.fixture
 def again(tmp_path):
     """`again(folder, **asked)`: resumes a copy of a training. Returns its strategy, messages and strategies in train.yaml."""
 
-    def prepare(folder, note=None, **asked):
+    def prepare(folder, **asked):
         copy = tmp_path / "copy"
         if not copy.exists():
             shutil.copytree(folder, copy)
-        if note is not None:
-            (copy / OUT_OF_MEMORY).write_text(json.dumps(note))
         listener = MessageListener()
         with contextlib.ExitStack() as stack:
             driver = Driver(TrainRequest(source=copy, resume=True, **asked), listener, stack)
@@ -94,25 +84,3 @@ def test_without_a_fitting_configuration_a_remedy_is_given_and_nothing_changes(a
     ):
         again(of_llama, memory_limit="40MiB")
     assert (tmp_path / "copy" / "train.yaml").read_bytes() == before
-
-
-def test_a_note_of_an_oom_is_applied_once(again, of_net, tmp_path):
-    first = yaml.safe_load((of_net / "train.yaml").read_text())["strategies"][0]["configuration"]
-    strategy, notes, strategies = again(of_net, note={"configuration": first, "reason": "no room"})
-    assert notes[0] == "out of memory: no room" and notes[1] == "continuing from step 1 in a safer configuration"
-    assert strategy.why.startswith("the fastest configuration that is predicted to need clearly less memory")
-    assert strategy.config["micro_batch"] < first["micro_batch"] and strategies[-1] == strategy.to_dict()
-    assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
-    assert again(of_net) == (strategy, [], strategies)
-    # A failure of an earlier configuration does not apply to this one.
-    assert again(of_net, note={"configuration": first, "reason": "no room"}) == (strategy, [], strategies)
-    assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
-
-
-def test_a_note_where_nothing_is_safer_ends_the_start_and_not_the_one_after(again, of_net):
-    fixed = {"micro_batch": 8}
-    strategy, _, strategies = again(of_net, fix=fixed)
-    note = {"configuration": dict(strategy.config), "reason": "no room"}
-    with pytest.raises(NothingFound, match="no configuration for 1 device needs clearly less; more devices, a smaller"):
-        again(of_net, note=note)
-    assert again(of_net) == (strategy, [], strategies)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 from redline.models.layouts.dcp import dcp_tensors
-from redline.models.layouts.find import LAYOUTS
 from redline.trainer.checkpoint.saver import CheckpointFolder
+from redline.trainer.convert import LAYOUTS
 from train_commands import GPT2, ended, settings, trained
 
 pytestmark = pytest.mark.timeout(900)

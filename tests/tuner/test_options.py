@@ -27,7 +27,6 @@ ONLY_PYTHON = {"direction", "isolate", "prior", "begin_with", "listener"}
 ONLY_COMMAND_LINE = {"workload", "command_file", "dry", "as_json"}
 ONLY_HERE = {
     *(
-        "data",
         "warm_start",
         "runner",
         "ray_address",

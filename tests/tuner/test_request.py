@@ -8,9 +8,9 @@ from redline.base.device import Device
 from redline.base.errors import SpaceError, StudyError
 from redline.cli.main import main, redline
 from redline.frameworks.registry import LAUNCHERS
-from redline.models.layouts.find import LAYOUTS
 from redline.models.request import TrainingRequest
 from redline.runners.registry import RUNNERS
+from redline.trainer.convert import LAYOUTS
 from redline.tuner.request.options import SEARCH_RUNNERS
 from redline.tuner.request.target import resolve_task
 from redline.tuner.samplers import sampler_names

@@ -1,7 +1,6 @@
-"""`redline.accelerate`: runs the user's own training loop in any configuration, from its strategy or found by a search."""
+"""`redline.accelerate`: runs the user's own training loop in any configuration, from its strategy or found by the estimate."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +15,11 @@ from ...models.spaces import make_space
 from ...space import Config, Knob
 from ...tuner.budget import parse_memory
 from ..listener import devices_text
-from ..planning import adapted, plan, with_samples_of
-from ..ranks import JoinedRanks, RankPlace, decide_once, place
+from ..planning import Planned, adapted, plan, with_samples_of
+from ..ranks import RankPlace, decide_once, place
 from ..request import read_source
 from .arguments import ModelArguments, Resolved, resolve_arguments
-from .optimisations import NEUTRAL, Followed, follow, read_list
+from .optimisations import NEUTRAL, Followed, follow
 
 if TYPE_CHECKING:
     import torch
@@ -34,62 +33,41 @@ class StrategyRequest:
     """Arguments of `redline.accelerate` that decide on a configuration, apart from the model."""
 
     strategy: Any = None
-    trials: int = 0
     memory_limit_mib: float | None = None
     fix: Mapping[str, Any] | None = None
     global_batch: int | None = None
     """Samples of a step, if they were given; the workload may have those of its default."""
-    seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """Decision of rank 0, which is sent to the other ranks."""
-
-    config: Config
-    why: str
-    """Reason for this configuration, in a sentence."""
-    predicted: float | None = None
-    """Throughput, measured or estimated; None if unknown."""
-    notes: tuple[str, ...] = ()
-    """Parts of the strategy that are not followed."""
-
-
-def decide(workload: Workload, request: StrategyRequest, here: RankPlace, local_ranks: int) -> Decision:
-    """Returns the configuration for all ranks.
+def decide(workload: Workload, request: StrategyRequest, size: int) -> Planned:
+    """Returns the configuration for all ranks, `size` of them.
 
     Raises:
-        UsageError: the strategy is invalid, or cannot be followed here, or dry runs would need other hosts.
+        UsageError: the strategy is invalid, or cannot be followed here.
         NothingFound: no configuration fits.
     """
-    if request.trials and here.size > local_ranks:
-        raise UsageError(
-            f"trials={request.trials} needs the devices of other hosts, but this rank reaches only {local_ranks} of {here.size}: "
-            "search first with `redline tune`, then give strategy='best.yaml'"
-        )
     strategy = request.strategy
     if strategy is None:
-        return _planned(workload, request, here.size)
+        return _planned(workload, request, size)
     if isinstance(strategy, Mapping):
-        return _from_mapping(workload, strategy, request, here.size)
+        return _from_mapping(workload, strategy, request, size)
     if isinstance(strategy, (list, tuple)):
-        return _followed(workload, follow(strategy, here.size), request, here.size)
+        return _followed(workload, follow(strategy, size), request, size)
     if not isinstance(strategy, (str, Path)):
         raise UsageError(
-            "strategy must be a run's folder, a best.yaml, a configuration as a dict, or a list or file of optimisations, but "
-            f"got a {type(strategy).__name__}"
+            "strategy must be a run's folder, a best.yaml, a configuration as a dict, or a list of optimisations, but got a "
+            f"{type(strategy).__name__}"
         )
     path = path_of(strategy)
-    if not path.exists():
+    if not path.exists() or (path.is_file() and path.suffix not in (".yaml", ".yml")):
         raise UsageError(
-            f"there is no strategy '{strategy}': give a run's folder, a best.yaml, or a list of optimisations"
+            f"there is no strategy '{strategy}': give a run's folder, a best.yaml, or a list of optimisations, which json.load "
+            "reads from a file"
         )
-    if path.is_file() and path.suffix not in (".yaml", ".yml"):
-        return _of_file(workload, path, request, here.size)
-    return _of_run(workload, path, request, here.size)
+    return _of_run(workload, path, request, size)
 
 
-def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int) -> Decision:
+def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int) -> Planned:
     source = read_source(path, of_model=False)
     if source.config is None:
         raise StudyError(f"'{path}' names no configuration: it is neither a run's folder nor a best.yaml")
@@ -97,20 +75,12 @@ def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int)
     if source.devices in (None, size) and request.memory_limit_mib in (None, source.limit_mib):
         of = f"the winner of '{path}'"
         nearest = adapted(trained, source.config, detect(), devices=size, fixed=request.fix or {}, of=of)
-        predicted = source.predicted if nearest.config == source.config else None
-        return Decision(config=nearest.config, why=nearest.why, predicted=predicted)
+        return replace(nearest, predicted=source.predicted if nearest.config == source.config else None)
     planned = _planned(trained, request, size, like=source.config)
     return replace(planned, why=f"replanned after '{path}', which is for {source.devices} devices: {planned.why}")
 
 
-def _of_file(workload: Workload, path: Path, request: StrategyRequest, size: int) -> Decision:
-    content = read_list(path)
-    if isinstance(content, Mapping):
-        return _from_mapping(workload, content.get("configuration", content), request, size)
-    return _followed(workload, follow(content, size), request, size)
-
-
-def _from_mapping(workload: Workload, config: Mapping[str, Any], request: StrategyRequest, size: int) -> Decision:
+def _from_mapping(workload: Workload, config: Mapping[str, Any], request: StrategyRequest, size: int) -> Planned:
     """Returns the given configuration. A workload with its own space knows its knobs itself.
 
     Raises:
@@ -128,10 +98,10 @@ def _from_mapping(workload: Workload, config: Mapping[str, Any], request: Strate
                 f"micro_batch * grad_accum * dp is {samples} in the configuration, but global_batch is {request.global_batch}: "
                 "leave one of them out"
             )
-    return Decision(config=Config(chosen), why="the configuration that was given")
+    return Planned(config=Config(chosen), why="the configuration that was given")
 
 
-def _followed(workload: Workload, optimisations: Followed, request: StrategyRequest, size: int) -> Decision:
+def _followed(workload: Workload, optimisations: Followed, request: StrategyRequest, size: int) -> Planned:
     """Plans the knobs that a list of optimisations leaves open, such as the micro-batch."""
     space = make_space(workload, detect(), size)
     fixed, notes = dict(request.fix or {}), list(optimisations.notes)
@@ -169,19 +139,14 @@ def _checked_value(knob: Knob, value: Any, workload: Workload, size: int) -> Any
     return value
 
 
-def _planned(workload: Workload, request: StrategyRequest, size: int, like: Config | None = None) -> Decision:
-    planned = plan(
+def _planned(workload: Workload, request: StrategyRequest, size: int, like: Config | None = None) -> Planned:
+    return plan(
         workload,
         devices=size,
         memory_limit_mib=request.memory_limit_mib,
         like=like,
-        trials=request.trials,
         fixed=request.fix or {},
-        seed=request.seed,
     )
-    measured = next((trial.throughput for trial in planned.trials if trial.config == planned.config and trial.ok), None)
-    estimated = None if planned.estimate is None else planned.estimate.throughput
-    return Decision(config=planned.config, why=planned.why, predicted=measured if measured is not None else estimated)
 
 
 KNOBS = (*STANDARD, *BLOCK_KNOBS)
@@ -207,7 +172,6 @@ def accelerate(
     *,
     strategy: Any = None,
     devices: int | None = None,
-    trials: int = 0,
     memory_limit: str | float | None = None,
     fix: Mapping[str, Any] | None = None,
     optimizer: "Callable[..., torch.optim.Optimizer] | None" = None,
@@ -241,11 +205,10 @@ def accelerate(
             0), or a class or function that builds one (initialized from the seed).
         dataset: a map-style data set of dicts or tuples (torch's, Hugging Face's, a list), or files as `redline train`
             reads them: paths, or a `DataPlan`. None for the workload's own data.
-        strategy: a run's folder, a best.yaml, a configuration as a dict, or a list or file of optimisations in
-            ATorch's format such as `["zero2", ("amp_native", {"dtype": "bf16"}), "checkpoint"]`; None for a search.
+        strategy: a run's folder, a best.yaml, a configuration as a dict, or a list of optimisations in
+            ATorch's format such as `["zero2", ("amp_native", {"dtype": "bf16"}), "checkpoint"]`; None for the estimate's best.
         devices: number of devices; must equal the number of ranks that were started.
-        trials: dry runs of the search, on this host; 0 uses the estimate's best.
-        memory_limit: memory of a device that the search may use, MiB or as in `8GiB`.
+        memory_limit: memory of a device that the estimate may use, MiB or as in `8GiB`.
         fix: values of knobs that override the strategy.
         optimizer: makes the optimizer of the parameters, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`; None
             for the workload's, or AdamW.
@@ -277,18 +240,18 @@ def accelerate(
     )  # fmt: skip
     resolved = resolve_arguments(arguments)
     request = StrategyRequest(
-        strategy=strategy, trials=trials, memory_limit_mib=parse_memory(memory_limit), fix=fix, global_batch=global_batch,
-        seed=seed,
+        strategy=strategy, memory_limit_mib=parse_memory(memory_limit), fix=fix, global_batch=global_batch,
     )  # fmt: skip
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here.size))
-    decision, joined = decide_once(here, lambda: decide(resolved.workload, request, here, local_ranks))
-    return _prepared(resolved, decision, joined, arguments, clip, weights)
+    decision, device, group = decide_once(here, lambda: decide(resolved.workload, request, here.size))
+    return _prepared(resolved, decision, here, device, group, arguments, clip, weights)
 
 
 def _prepared(
     resolved: Resolved,
-    decision: Decision,
-    joined: JoinedRanks,
+    decision: Planned,
+    here: RankPlace,
+    device: "torch.device",
+    group: "torch.distributed.ProcessGroup | None",
     arguments: ModelArguments,
     clip: float | None,
     weights: str | Path | None,
@@ -298,15 +261,15 @@ def _prepared(
     from ..data import FromWorkload
     from .prepared import Info, Loader, PreparedModel, PreparedOptimizer, Steps
 
-    if resolved.module is not None and joined.group is not None:
-        _broadcast(resolved.module, joined.group)
+    if resolved.module is not None and group is not None:
+        _broadcast(resolved.module, group)
     training = Training(
         resolved.workload,
         decision.config,
-        joined.device,
+        device,
         seed=arguments.seed,
-        rank=joined.place.rank,
-        world_size=joined.place.size,
+        rank=here.rank,
+        world_size=here.size,
         own_data=False,
     )
     # The loop may pad, or cut, the samples of each rank to a length of their own.
@@ -320,7 +283,7 @@ def _prepared(
     steps = Steps(training, samples, clip)
     loader = Loader(steps, samples)
     info = Info(
-        steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=joined.group,
+        steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=group,
         from_weights=from_weights,
     )  # fmt: skip
     return Accelerated(PreparedModel(steps), PreparedOptimizer(steps), loader, info)
@@ -329,7 +292,7 @@ def _prepared(
 def _begin(training: "Training", resolved: Resolved, weights: str | Path | None) -> frozenset[str]:
     """Loads weights that the model's constructor does not set. Returns the names of frozen ones among `weights`."""
     from ...models.architecture import Architecture
-    from ...models.layouts.find import find_weights
+    from ...models.layouts.hugging_face import find_weights
     from ..checkpoint.state import State
 
     if weights is not None:
@@ -349,8 +312,7 @@ def _begin(training: "Training", resolved: Resolved, weights: str | Path | None)
 
 def _of_module(module: "torch.nn.Module") -> Any:
     """Returns a module's weights by name."""
-    from ...models.layouts.lazy import LazyTensor
-    from ...models.layouts.weights import Weights
+    from ...models.layouts.weights import LazyTensor, Weights
 
     def stored(tensor: "torch.Tensor") -> LazyTensor:
         return LazyTensor(lambda box: tensor.detach()[box].cpu(), tensor.shape, tensor.dtype)

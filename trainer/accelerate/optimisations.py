@@ -4,11 +4,9 @@ An entry is a name, `(name, configuration)` or `(name, configuration, tunable)`,
 and saves them. The search chooses the values of tunable knobs. Optimisations that are not in the list are off.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ...base.errors import UsageError, unknown
@@ -56,26 +54,6 @@ def follow(strategy: Sequence[Any], devices: int) -> Followed:
             for knob in [knob for knob in followed.knobs if followed.knobs[knob] != previous.get(knob)]:
                 del followed.knobs[knob]
     return followed
-
-
-def read_list(path: Path) -> Any:
-    """Reads a list of optimisations, or a configuration, from a JSON file.
-
-    Raises:
-        UsageError: the file contains neither.
-    """
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UsageError(
-            f"'{path}' is not JSON ({error}); write a list of names or [name, configuration], which a pickle of ATorch is "
-            "not: it would run code as it is read"
-        ) from error
-    if isinstance(content, Mapping) or (isinstance(content, (list, tuple)) and content):
-        return content
-    raise UsageError(
-        f"'{path}' contains a {type(content).__name__}, which is neither a list of optimisations nor a configuration"
-    )
 
 
 def _entry(entry: Any) -> tuple[str, Any, bool]:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
-from ...models.layouts.lazy import LazyTensors
-from ...models.layouts.weights import Weights, shape_differences
+from ...models.layouts.weights import LazyTensors, Weights, shape_differences
 from ...training.training import NUMBERS, group_numbers
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ class FromWorkload:
         return {
             "paths": [],
             "name": self.workload.name,
-            "made_up": isinstance(batch, TokenBatches) and batch.text is None,
+            "made_up": isinstance(batch, TokenBatches),
             **follows,
             "digest": "-".join(map(str, follows.values())),
         }

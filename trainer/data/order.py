@@ -154,7 +154,7 @@ class HashedDraw:
         return (self.uniform(shape) * bound).long()
 
 
-Packing = Literal["packed", "documents", "padded"]
+Packing = Literal["packed", "padded"]
 TrainOn = Literal["all", "assistant"]
 BYTES = "bytes"
 """Name of the tokenizer that reads text as bytes."""
@@ -200,14 +200,13 @@ class DataPlan:
     packing: Annotated[
         Packing | None,
         Option(
-            "packed, documents (which do not see each other) or padded.  [default: packed, padded for conversations]",
+            "packed or padded.  [default: packed, padded for conversations]",
             choices=get_args(Packing),
             in_file=True,
         ),
     ] = None
-    """`packed`: samples are cut from all documents in a row. `documents`: the same, but tokens neither attend to nor
-    are predicted from another document. `padded`: one document per sample, cut and padded. None: `padded` for
-    conversations, otherwise `packed`.
+    """`packed`: samples are cut from all documents in a row. `padded`: one document per sample, cut and padded. None:
+    `padded` for conversations, otherwise `packed`.
     """
     train_on: Annotated[
         TrainOn | None,

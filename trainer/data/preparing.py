@@ -12,12 +12,12 @@ from ...base.errors import WorkloadError
 from ...models.data import Task, window
 from .corpus import Encoder, RowKind, Source, encoded_tokens, encoder_of, find_sources, read_rows, tokenizer_digest
 from .order import BYTES, DataPlan, Split
-from .samples import ROWS, SampleLayout, Samples, StoreInfo, TokenStore, made_once, usable_rows, write_tokens
+from .samples import SampleLayout, Samples, StoreInfo, TokenStore, made_once, usable_rows, write_tokens
 
 if TYPE_CHECKING:
     import datasets
 
-FORMAT = 3
+FORMAT = 4
 """Version of the cache, which changes if the same files give other tokens."""
 BATCH = 64
 """Rows that are tokenised at once: enough for all threads of a fast tokenizer."""
@@ -89,10 +89,6 @@ def _check_task(plan: DataPlan, task: Task) -> None:
         )
     if task != "causal" and plan.train_on == "assistant":
         raise WorkloadError(f"train_on=assistant is for causal language models, and this one's task is {task}")
-    if task != "causal" and plan.packing == "documents":
-        raise WorkloadError(
-            f"packing=documents is for causal language models, and this one's task is {task}; give packing=packed"
-        )
     if task == "seq2seq" and plan.packing == "padded":
         raise WorkloadError(
             "packing=padded makes a sample of a document, but sequence to sequence predicts what follows a text from it; "
@@ -137,7 +133,8 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
     }
 
     def make(folder: Path) -> StoreInfo:
-        (folder / ROWS).mkdir()
+        encoded_folder = folder / "rows"
+        encoded_folder.mkdir()
         encoder = encoder_of(plan.tokenizer)
         with _without_progress_bars():
             read = [(source, *read_rows(source, plan.field, folder / "raw")) for source in sources]
@@ -152,7 +149,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
                 )
                 encoded_rows.append(
                     _mapped(
-                        rows, encode, folder / ROWS / f"{number:05}.arrow", LINES if source.reader == "text" else BATCH
+                        rows, encode, encoded_folder / f"{number}.arrow", LINES if source.reader == "text" else BATCH
                     )
                 )
                 done += len(rows)
@@ -162,7 +159,8 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
             )  # fmt: skip
         if not about.tokens:
             raise WorkloadError(f"the data in {', '.join(plan.paths)} has no token: its texts are empty")
-        shutil.rmtree(folder / "raw", ignore_errors=True)
+        for read_once in (folder / "raw", encoded_folder):
+            shutil.rmtree(read_once, ignore_errors=True)
         if _stamps(sources) != stamps:
             raise WorkloadError(f"the data in {', '.join(plan.paths)} changed while it was read; start again")
         return about

@@ -1,5 +1,5 @@
-"""Tokens on disk (Arrow files that `datasets` writes, made once under a lock and mapped into memory), and samples of them by
-position, which are cut in a row, in a row with separate documents, or a document each.
+"""Tokens on disk (one file, written once under a lock and mapped into memory), and samples of them by
+position, which are cut in a row, or a document each.
 
 The position is in an endless sequence, whose order depends only on the seed.
 
@@ -9,11 +9,9 @@ row   number of the window of L tokens, or of the document, that a sample is cut
 """
 
 import hashlib
-import inspect
 import json
 import os
 import shutil
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...base.errors import WorkloadError
 from ...base.writing import cannot_write, make_folder
 from ...models.data import Task, inputs_and_labels
 from ...training.training_data import IGNORED
@@ -30,11 +27,12 @@ from .order import DataPlan, HashedDraw, Packing, Split, shuffled
 if TYPE_CHECKING:
     import datasets
     import torch
-    from torch import nn
 
 
-ABOUT, BOUNDARIES, ROWS = "about.json", "boundaries.npy", "rows"
-"""Files of a folder: its description, the first token of each document, and a folder of Arrow files."""
+ABOUT, BOUNDARIES, TOKENS, TRAINED = "about.json", "boundaries.npy", "tokens", "trained"
+"""Files of a folder: its description, the first token of each document, all tokens as uint32, and 1 as uint8 for each that is
+trained on.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,41 +97,34 @@ def write_tokens(
     folder: Path, parts: "Iterable[datasets.Dataset]", *, conversations: bool, end_id: int | None, pad_id: int | None,
     mask_id: int | None,
 ) -> StoreInfo:  # fmt: skip
-    """Writes what a store has beside its rows, which are in `folder / ROWS`, and returns its description.
+    """Writes the tokens of rows, one after the other, and returns their description.
 
     Args:
-        parts: the rows, with the columns of `Encoder`, in order.
+        parts: rows with the columns of `Encoder`, in order.
     """
-    tokens_hash, trained_hash = hashlib.sha256(), hashlib.sha256()
+    hashes = [hashlib.sha256(), hashlib.sha256()]
     boundaries = [np.zeros(1, dtype=np.int64)]
     count = largest = 0
     masked = False
-    for rows in parts:
-        ends_document = rows.with_format("numpy", columns=["last"])[:]["last"] if len(rows) else np.zeros(0, dtype=bool)
-        lengths = []
-        for tokens, trained, sizes in _chunks(rows.data.table):
+    with (folder / TOKENS).open("wb") as tokens_file, (folder / TRAINED).open("wb") as trained_file:
+        for batch in (batch for rows in parts for batch in rows.data.table.to_batches()):
+            tokens, trained = (batch.column(name).flatten().to_numpy() for name in ("tokens", "trained"))
+            for values, file, digest in zip((tokens, trained), (tokens_file, trained_file), hashes):
+                file.write(values.data)
+                digest.update(values.data)
+            ends = count + np.cumsum(np.diff(batch.column("tokens").offsets.to_numpy()), dtype=np.int64)
+            boundaries.append(ends[batch.column("last").to_numpy(zero_copy_only=False).astype(bool)])
+            count += len(tokens)
             largest = max(largest, int(tokens.max(initial=0)))
             masked = masked or not trained.all()
-            tokens_hash.update(np.ascontiguousarray(tokens).data)
-            trained_hash.update(np.ascontiguousarray(trained).data)
-            lengths.append(sizes)
-        ends = count + np.cumsum(np.concatenate([np.zeros(0, dtype=np.int64), *lengths]))
-        boundaries.append(ends[np.asarray(ends_document, dtype=bool)])
-        count = int(ends[-1]) if len(ends) else count
     starts = np.concatenate(boundaries)
     np.save(folder / BOUNDARIES, starts)
-    hashes = [tokens_hash.hexdigest(), hashlib.sha256(starts.tobytes()).hexdigest(), trained_hash.hexdigest()]
+    tokens_digest, trained_digest = (digest.hexdigest() for digest in hashes)
+    together = f"{tokens_digest}{hashlib.sha256(starts.tobytes()).hexdigest()}{trained_digest}"
     return StoreInfo(
         tokens=count, documents=len(starts) - 1, largest=largest, masked=masked, conversations=conversations,
-        digest=hashlib.sha256("".join(hashes).encode()).hexdigest(), end_id=end_id, pad_id=pad_id, mask_id=mask_id,
+        digest=hashlib.sha256(together.encode()).hexdigest(), end_id=end_id, pad_id=pad_id, mask_id=mask_id,
     )  # fmt: skip
-
-
-def _chunks(table: Any) -> Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields tokens, training mask and lengths of the rows of each chunk of an Arrow table; views of its memory."""
-    for tokens, trained in zip(table.column("tokens").chunks, table.column("trained").chunks, strict=True):
-        lengths = np.diff(tokens.offsets.to_numpy())
-        yield tokens.flatten().to_numpy(), trained.flatten().to_numpy(), lengths.astype(np.int64)
 
 
 class TokenStore:
@@ -143,40 +134,16 @@ class TokenStore:
         folder: filled by `write_tokens`.
     """
 
-    about: StoreInfo
-    boundaries: np.ndarray
-    """Index of the first token of each document, and the end of the last, int64, shape [documents + 1]."""
-
     def __init__(self, folder: Path) -> None:
-        import pyarrow
-
         self.folder = folder
         self.about = StoreInfo(**json.loads((folder / ABOUT).read_bytes()))
-        self.boundaries = np.load(folder / BOUNDARIES, mmap_mode="r")
-        self._tokens: list[np.ndarray] = []
-        self._trained: list[np.ndarray] = []
-        for path in sorted((folder / ROWS).glob("*.arrow")):
-            table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
-            for tokens, trained, _ in _chunks(table):
-                self._tokens.append(tokens)
-                self._trained.append(trained)
-        self._ends = np.cumsum([len(tokens) for tokens in self._tokens]).tolist()
+        self.boundaries: np.ndarray = np.load(folder / BOUNDARIES, mmap_mode="r")
+        """Index of the first token of each document, and the end of the last, int64, shape [documents + 1]."""
+        self.tokens: np.ndarray = np.memmap(folder / TOKENS, dtype=np.uint32, mode="r")
+        self.trained: np.ndarray = np.memmap(folder / TRAINED, dtype=np.uint8, mode="r")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.folder,)
-
-    def put(self, target: np.ndarray, start: int, *, trained: bool = False) -> None:
-        """Fills `target` with the tokens from `start` on, or with their training mask."""
-        chunks = self._trained if trained else self._tokens
-        done = 0
-        for number in range(bisect_right(self._ends, start), len(chunks)):
-            chunk = chunks[number]
-            begin = start + done - (self._ends[number] - len(chunk))
-            taken = chunk[begin : begin + len(target) - done]
-            target[done : done + len(taken)] = taken
-            done += len(taken)
-            if done == len(target):
-                return
 
 
 # 32 MiB of int64: enough to make the cost of a call negligible, little enough for any host.
@@ -193,8 +160,6 @@ class Cut:
     """Mask of predicted tokens, bool, shape [n, L]; None for all."""
     real: np.ndarray | None
     """Mask of tokens that are not padding, bool, shape [n, L]; None for all."""
-    positions: np.ndarray | None
-    """Position of each token in its document, counted from the start of the sample's part of it, int64, [n, L]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,47 +185,19 @@ class SampleLayout:
         return int((np.diff(self.store.boundaries) > self.length).sum()) if self.packing == "padded" else 0
 
     def cut(self, rows: np.ndarray) -> Cut:
-        return self._padded(rows) if self.packing == "padded" else self._windows(rows)
-
-    def _windows(self, rows: np.ndarray) -> Cut:
-        tokens = np.empty((len(rows), self.length), dtype=np.int64)
-        starts = rows * self.length
-        for row, start in zip(tokens, starts.tolist()):
-            self.store.put(row, start)
-        trained = None
-        if self.store.about.masked:
-            trained = np.empty(tokens.shape, dtype=bool)
-            for mask, start in zip(trained, starts.tolist()):
-                self.store.put(mask, start, trained=True)
+        store, offsets, real = self.store, np.arange(self.length, dtype=np.int64), None
         if self.packing == "packed":
-            return Cut(tokens=tokens, trained=trained, real=None, positions=None)
-        begins = self._begins(starts)
-        trained = ~begins if trained is None else trained & ~begins
-        columns = np.arange(self.length, dtype=np.int64)
-        positions = columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
-        return Cut(tokens=tokens, trained=trained, real=None, positions=positions)
-
-    def _begins(self, starts: np.ndarray) -> np.ndarray:
-        """Mask of the starts of documents in windows, bool, shape [n, L]."""
-        first_document = np.searchsorted(self.store.boundaries, starts, side="left")
-        counts = np.searchsorted(self.store.boundaries, starts + self.length, side="left") - first_document
-        windows = np.repeat(np.arange(len(starts)), counts)
-        within = np.arange(len(windows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        begins = np.zeros((len(starts), self.length), dtype=bool)
-        begins[windows, self.store.boundaries[first_document[windows] + within] - starts[windows]] = True
-        return begins
-
-    def _padded(self, rows: np.ndarray) -> Cut:
-        starts = self.store.boundaries[rows]
-        lengths = np.minimum(self.store.boundaries[rows + 1] - starts, self.length)
-        tokens = np.full((len(rows), self.length), self.pad_id, dtype=np.int64)
-        real = np.arange(self.length) < lengths[:, None]
-        trained = real.copy()
-        for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):
-            self.store.put(tokens[number, :length], start)
-            if self.store.about.masked:
-                self.store.put(trained[number, :length], start, trained=True)
-        return Cut(tokens=tokens, trained=trained, real=real, positions=None)
+            places = rows[:, None] * self.length + offsets
+        else:
+            starts = store.boundaries[rows]
+            real = offsets < (store.boundaries[rows + 1] - starts)[:, None]
+            places = np.where(real, starts[:, None] + offsets, 0)
+        tokens = store.tokens[places].astype(np.int64)
+        trained = store.trained[places].astype(bool) if store.about.masked else None
+        if real is not None:
+            tokens[~real] = self.pad_id
+            trained = real if trained is None else trained & real
+        return Cut(tokens=tokens, trained=trained, real=real)
 
 
 def usable_rows(layout: SampleLayout, task: Task) -> np.ndarray | None:
@@ -281,51 +218,6 @@ def usable_rows(layout: SampleLayout, task: Task) -> np.ndarray | None:
     return None if good.all() else np.flatnonzero(good)
 
 
-def check_packing(model: "nn.Module", whole: bool = True) -> None:
-    """Refuses a model that does not separate the documents of a sample.
-
-    transformers detects documents by restarting positions, if a model passes them on to its attention. Not all models
-    that take `position_ids` do (OPT's do not). A model is therefore tested on two documents of four tokens, in which the
-    first must not affect the second.
-
-    Args:
-        model: the model, on all its ranks at once if there are several.
-        whole: False for a stage of a pipeline, or one that gets pieces of sequences: only its arguments are checked.
-
-    Raises:
-        WorkloadError: it does not separate documents.
-    """
-    instead = "give packing=packed, or packing=padded for a document a sample"
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        raise WorkloadError(
-            f"packing=documents separates documents by position_ids, which the model's forward does not take; {instead}"
-        )
-    if whole and not _independent(model):
-        raise WorkloadError(
-            f"packing=documents needs a model whose tokens see only their own document, but in {type(model).__name__} "
-            f"the tokens of one document depend on another; {instead}"
-        )
-
-
-def _independent(model: "nn.Module") -> bool:
-    """True if the second of two documents does not depend on the first."""
-    import torch
-
-    device = next(model.parameters()).device
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2, device=device)
-    tokens = torch.tensor([[5, 6, 7, 8, 3, 4, 3, 4], [1, 2, 1, 2, 3, 4, 3, 4]], device=device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            output = model(input_ids=tokens, position_ids=positions)
-    finally:
-        model.train(was_training)
-    first_logits, other_logits = getattr(output, "logits", output)[:, 4:].float()
-    # Rows of a batch may be rounded differently, but by much less than the effect of another context.
-    return bool((first_logits - other_logits).abs().max() <= 1e-2 * first_logits.std())
-
-
 _TRAINING, _EVALUATION = 1, 2
 """Random streams of the masks of masked language models."""
 
@@ -335,7 +227,7 @@ class Samples:
     """Samples of tokens: `samples(start, count)` is the batch at positions `start` to `start + count - 1`.
 
     A batch has `input_ids` and `labels`, int64, shape [count, seq_len], like `models.data.TokenBatches`, and if needed
-    `position_ids` (separate documents) or `attention_mask` (padding, for models that attend in both directions).
+    `attention_mask` (padding, for models that attend in both directions).
     Epochs follow each other, each in its own order. A batch depends only on seed and positions: it is the same however
     positions are grouped into calls, on any rank, in any process, after any restart. Made by `prepare`; safe to use
     from several threads.
@@ -436,8 +328,6 @@ class Samples:
         )  # fmt: skip
         if self.task == "causal" and cut.trained is not None:
             batch["labels"] = torch.from_numpy(np.where(cut.trained, cut.tokens, IGNORED))
-        if cut.positions is not None:
-            batch["position_ids"] = torch.from_numpy(cut.positions)
         if real is not None and self.task != "causal":  # a causal model's tokens do not see the padding after them
             batch["attention_mask"] = real.long()
         return batch

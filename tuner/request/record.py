@@ -15,8 +15,8 @@ from ...base.writing import as_data, cannot_write, write_atomic
 from ...knobs.strategy import BLOCK_KNOBS
 from ...knobs.text import exact_text
 from ...models.architecture import class_of, shape_of
-from ...models.reduction import UNABLE
-from ...models.server_model import ServerModel
+from ...models.presets import ServerModel
+from ...models.skeleton import UNABLE
 from ...models.workload import Workload
 from ...results import RunFolder, summary
 from ...runners import Runner
@@ -81,7 +81,7 @@ def _request_to_repeat(request: Request, task: "Task") -> dict[str, Any]:
     """
     names = [field.name for section in SECTIONS for field, _ in options_of(section) if field.name not in _OF_A_START]
     values = request.given(*names, "begin_with")
-    for name in ("space", "data", "hardware"):
+    for name in ("space", "hardware"):
         if isinstance(value := values.get(name), Path) or (isinstance(value, str) and Path(value).is_file()):
             values[name] = absolute(value)
     if warm := values.get("warm_start"):
@@ -176,10 +176,9 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, trials: 
             command += ["--lora", str(lora)]
     else:
         return [Path(sys.executable).name, *sys.argv]
-    for name, value in (("space", request.space), ("data", request.data)):
-        if isinstance(value, (str, Path)):
-            # A command runs in the same working directory; other paths are made absolute.
-            command += [f"--{name}", str(value) if task.command is not None else absolute(value)]
+    if isinstance(request.space, (str, Path)):
+        # A command runs in the same working directory; other paths are made absolute.
+        command += ["--space", str(request.space) if task.command is not None else absolute(request.space)]
     for name, values in (request.override or {}).items():
         between = ";" if name in BLOCK_KNOBS else ","
         command += ["--set", f"{name}={between.join(exact_text(value) for value in values)}"]

@@ -15,10 +15,10 @@ from ...knobs.strategy import SPLITS, STANDARD
 from ...knobs.text import value_text
 from ...models import Workload
 from ...models.huggingface import hugging_face_workload
+from ...models.presets import ServerModel
 from ...models.request import TrainingRequest, resolve
 from ...models.resolve import workload as resolve_workload
 from ...models.samples import samples_of_a_pass
-from ...models.server_model import ServerModel
 from ...models.spaces import lossy_of_space
 from ...runners.command.command import Command
 from ...runners.command.trained import CommandTraining
@@ -28,7 +28,7 @@ from ...space import Config, Space
 if TYPE_CHECKING:
     from ...estimator import Hardware
 
-_OF_A_WORKLOAD = ("seq_len", "global_batch", "data", "lora")
+_OF_A_WORKLOAD = ("seq_len", "global_batch", "lora")
 CPU_RANKS_PER_CORE = 4
 MIN_CPU_RANKS = 8
 """Largest numbers of ranks on a CPU, by core and in any case; the larger one counts. Ranks are processes there: somewhat
@@ -155,8 +155,6 @@ def _command_task(target: Command, request: TrainingRequest, common: dict[str, A
     """Returns the task of a command, with its model if that is known."""
     count, total = common["devices"], request.global_batch
     trained = CommandTraining.by(target)
-    if request.data is not None:
-        raise UsageError("data is for a workload; a command has its own data")
     workload, model_notes = _command_workload(target, trained, request)
     if workload is None:
         _refuse_parts(request, ("seq_len", "lora"), f"a command, unless {option('model')} names its model")

@@ -8,8 +8,7 @@ from checkpoints import architecture, differing, filled, saved, weights_of
 from redline.base._transformers import quiet
 from redline.base.errors import WorkloadError
 from redline.models.layouts.adapters import merged, write_peft
-from redline.models.layouts.find import find_weights
-from redline.models.layouts.hugging_face import plain, write_hugging_face
+from redline.models.layouts.hugging_face import find_weights, plain, write_hugging_face
 
 peft = pytest.importorskip("peft")
 

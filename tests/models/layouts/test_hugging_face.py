@@ -11,8 +11,7 @@ from checkpoints import architecture, differing, filled, lazy, saved, weights_of
 from numerics_table import FAMILIES
 from redline.base._transformers import quiet
 from redline.base.errors import UsageError, WorkloadError
-from redline.models.layouts.find import find_weights
-from redline.models.layouts.hugging_face import hugging_face, write_hugging_face
+from redline.models.layouts.hugging_face import find_weights, hugging_face, write_hugging_face
 from redline.models.layouts.safetensors_files import stored_tensors
 from redline.models.layouts.weights import Weights
 from safetensors.torch import load_file, save_file

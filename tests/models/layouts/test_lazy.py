@@ -4,7 +4,7 @@ import pytest
 import torch
 from checkpoints import lazy
 from hypothesis import given, settings, strategies as st
-from redline.models.layouts import lazy as operations
+from redline.models.layouts import weights as operations
 from redline.models.layouts.adapters import add_product
 
 

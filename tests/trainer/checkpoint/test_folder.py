@@ -155,7 +155,7 @@ def test_names_survive_a_power_cut_as_what_they_name_does(tmp_path, monkeypatch)
 def test_the_log_is_synced_when_it_records_a_checkpoint(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(file.name))
-    with _Log(tmp_path, None) as log:
+    with _Log(tmp_path) as log:
         log({"kind": "step", "step": 1})
         assert synced == []
         log({"kind": "checkpoint", "step": 1})

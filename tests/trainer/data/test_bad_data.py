@@ -40,11 +40,12 @@ def test_invalid_data_is_refused(samples, write, tmp_path, name, content, messag
     ("task", "packing", "message"),
     [
         ("causal", "packed", r"is too short: a sample has 64 tokens, but the data has 41"),
-        ("causal", "documents", r"is too short: a sample has 64 tokens, but the data has 41"),
         ("seq2seq", "packed", r"is too short: a sample has 128 tokens, but the data has 41"),
+        ("seq2seq", "padded", r"packing=padded makes a sample of a document, but sequence to sequence"),
+        ("image", "packed", r"the model classifies images"),
     ],
 )
-def test_data_shorter_than_a_sample_is_refused(samples, write, task, packing, message):
+def test_data_that_a_task_has_no_sample_of_is_refused(samples, write, task, packing, message):
     with pytest.raises(WorkloadError, match=message):
         samples(write("a.txt", "x" * 40), seq_len=64, task=task, packing=packing)
 
@@ -79,7 +80,8 @@ def test_missing_files_are_refused(samples, tmp_path, write):
     ("wrong", "message"),
     [
         ({"paths": "a.txt"}, r"but got 'a\.txt'"),
-        ({"packing": "pack"}, r"unknown packing 'pack'; did you mean 'packed'\? Known: documents, packed, padded"),
+        ({"packing": "pack"}, r"unknown packing 'pack'; did you mean 'packed'\? Known: packed, padded"),
+        ({"packing": "documents"}, r"padded makes a sample of each document"),
         ({"train_on": "user"}, r"unknown train_on 'user'.* Known: all, assistant"),
         ({"held_out": 0.6}, r"held_out must be a share from 0 to 0\.5, but got 0\.6"),
         ({"held_out": float("nan")}, r"but got nan"),

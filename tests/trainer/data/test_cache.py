@@ -33,7 +33,7 @@ def seen(folder):
 def test_one_cache_serves_all_packings_and_seeds(corpus, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(preparing, "write_tokens", lambda *a, **k: calls.append(1) or write_tokens(*a, **k))
-    for packing, seed in [("packed", 0), ("documents", 1), ("packed", 2)]:
+    for packing, seed in [("packed", 0), ("padded", 1), ("packed", 2)]:
         made(corpus, tmp_path / "cache", packing=packing, seed=seed)
     assert calls == [1] and len(seen(tmp_path / "cache")) == 1
 

@@ -77,10 +77,9 @@ def test_invalid_conversations_are_named(samples, write, tokenizer_folder, recor
 
 
 def test_conversations_can_be_packed(conversation):
-    made, tokenizer = conversation(MARKED, SHORT, SHORT, SHORT, packing="documents", seq_len=48)
-    whole = made(0, 1)
-    one = len(tokenizer.apply_chat_template(SHORT, tokenize=True)["input_ids"])
-    assert whole["position_ids"][0].tolist() == (list(range(one)) * 3)[:48]
+    made, tokenizer = conversation(MARKED, SHORT, SHORT, SHORT, packing="packed", seq_len=48)
+    one = tokenizer.apply_chat_template(SHORT, tokenize=True)["input_ids"]
+    assert made(0, 1)["input_ids"][0].tolist() == (one * 3)[:48]
     assert made.describe()["documents"] == 3
 
 

@@ -13,7 +13,6 @@ from texts import TOPICS
 
 WAYS = [
     ("causal", "packed"),
-    ("causal", "documents"),
     ("causal", "padded"),
     ("masked", "packed"),
     ("masked", "padded"),
@@ -71,23 +70,6 @@ def test_another_seed_is_another_order_of_the_same_samples_and_evaluation_is_the
         assert equal(one.evaluation(0, 5), two.evaluation(0, 5))
         assert one.describe()["digest"] != two.describe()["digest"]
         assert one.describe()["tokens_digest"] == two.describe()["tokens_digest"]
-
-
-def test_documents_apart_have_positions_that_restart_and_no_label_across(samples, write):
-    texts = ["abcdefg", "h", "ijklmnopqrstu"]  # 8, 2 and 14 tokens with their ends
-    made = samples(write("a.jsonl", [{"text": each} for each in texts]), seq_len=6, shuffle=False, packing="documents")
-    batch = made(0, 4)
-    assert batch["position_ids"].tolist() == [
-        [0, 1, 2, 3, 4, 5],
-        [0, 1, 0, 1, 0, 1],  # the rest of a document begins at 0 too
-        [0, 1, 2, 3, 4, 5],
-        [0, 1, 2, 3, 4, 5],
-    ]
-    ignored = (batch["labels"] == -100).nonzero().tolist()
-    assert ignored == [[0, 0], [1, 2], [1, 4]]
-    kept = batch["labels"] != -100
-    assert torch.equal(batch["labels"][kept], batch["input_ids"][kept])
-    assert not made.even
 
 
 def test_padded_samples_are_documents_and_padding_is_not_predicted(samples, write):
