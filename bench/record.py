@@ -104,7 +104,7 @@ def numbers_of(terms: TrialTerms) -> dict[str, Any] | None:
     """Returns the machine as hardware of the estimator if it is not in its table: the measured share of a rank."""
     if terms.device.type != "cpu":
         return None
-    found = measure(short=True).to_hardware()
+    found = measure().to_hardware()
     share = min(1.0, usable_cores() / terms.devices)
     data = asdict(found) | {
         "tflops": {name: round(rate * share, 5) for name, rate in found.tflops.items()},

@@ -17,27 +17,16 @@ from .hardware import LINKS, SLOWEST_GB_PER_S, SLOWEST_TFLOPS, Hardware, Link, r
 if TYPE_CHECKING:
     import torch
 
-SIZES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
-"""Sides of the square products that are timed."""
-SHORT_SIZES = {"cpu": (768,), "cuda": (8192,)}
-"""Sides in the short measurement."""
+SIDE = {"cpu": 768, "cuda": 8192}
+"""Side of the square products that are timed."""
 COPY_BYTES = {"cpu": 64 * 1024**2, "cuda": 1024**3}
 """Bytes of the copied tensor; it exceeds the caches."""
 SECONDS = 0.15
-"""Time for each number of the short measurement."""
-WINDOWS = 5
-"""Number of windows that this time is divided into. The measurements alternate, so that a short disturbance does not affect all
-windows of one."""
-UNDISTURBED = 0.9
-"""Share of a call's time on its thread from which the call counts as undisturbed."""
-LEAST_CALLS = 4
-"""Undisturbed calls without which a CPU counts as busy."""
-SHORT_S = 120
-"""Limit on the duration of a short measurement in a process of its own, s."""
-MAX_AGE_S = 30 * 24 * 3600
-"""Age after which a cached measurement is repeated, s."""
-BUSY_AGE_S = 600
-"""The same for a measurement of a busy CPU, s."""
+"""Time for each number."""
+LIMIT_S = 120
+"""Limit on the duration of a measurement in a process of its own, s."""
+MAX_AGE_S = 24 * 3600
+"""Age after which a cached measurement is repeated, s: the machine may have been busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +34,12 @@ class Measured:
     """Measurements of this machine."""
 
     device: Device
-    tflops: Mapping[str, Mapping[int, float]]
-    """Rate of square products by dtype and side, 1e12 FLOP/s."""
+    tflops: Mapping[str, float]
+    """Rate of square products by dtype, 1e12 FLOP/s."""
     memory_gb_per_s: float
     """Bytes read and written in a copy, 1e9 bytes/s."""
     host_gb_per_s: float | None = None
     """Between host and device, 1e9 bytes/s; None on a CPU."""
-    busy: bool = False
-    """True if other processes interrupted nearly all calls on a CPU."""
-
-    @property
-    def note(self) -> str:
-        """Remarks on the measurement; empty for none."""
-        busy = f"{self.device.name} was measured while other processes used its cores, so that its rates may be too low"
-        return busy if self.busy else ""
 
     def to_hardware(self) -> Hardware:
         """The measurements as `Hardware`. A device of the table keeps its datasheet's rates and links, which its curves refer to;
@@ -73,7 +54,7 @@ class Measured:
         return Hardware(
             name="this-cpu" if on_cpu else "this-machine",
             memory_gib=round(self.device.memory_mib / 1024, 2),
-            tflops={name: round(max(rates.values()), 5) for name, rates in self.tflops.items() if rates},
+            tflops={name: round(rate, 5) for name, rate in self.tflops.items()},
             memory_gb_per_s=round(self.memory_gb_per_s, 2),
             intra_node=memory if on_cpu else LINKS["PCIe 4 x16"],
             inter_node=Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
@@ -86,46 +67,27 @@ class Measured:
                 **dict.fromkeys(("tflops", "memory_gb_per_s"), f"measured on {self.device.name}"), **host,
                 "intra_node": "assumed",
             },
-            note=self.note,
         )  # fmt: skip
 
 
-def measure(*, short: bool = False) -> Measured:
-    """Measures this machine: takes a second or two if `short`, with the largest product and a copy only, otherwise several."""
-    device = detect()
-    kind = device.type
-    seconds_of_calls, busy = _measured(device, short, SECONDS if short else 3 * SECONDS)
-    tflops: dict[str, dict[int, float]] = {}
-    for (name, size), taken in seconds_of_calls.items():
-        if name not in ("copy", "host"):
-            tflops.setdefault(name, {})[size] = max(SLOWEST_TFLOPS, 2 * size**3 / taken / 1e12)
-    size = COPY_BYTES[kind]
-    memory_gb_per_s = max(SLOWEST_GB_PER_S, 2 * size / seconds_of_calls["copy", size] / 1e9)  # read and written
-    return Measured(
-        device=device,
-        tflops=tflops,
-        memory_gb_per_s=memory_gb_per_s,
-        host_gb_per_s=size // 4 / seconds_of_calls["host", size // 4] / 1e9 if kind == "cuda" else None,
-        busy=busy,
-    )
-
-
-def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[str, int], float], bool]:
-    """Seconds of a product of each (dtype, side) and of a copy of each (`copy` or `host`, bytes), and True if other processes
-    interrupted nearly all calls of one of them."""
+def measure() -> Measured:
+    """Measures this machine with products and copies, in a second or two."""
     import torch
 
-    kind = device.type
+    device = detect()
+    kind, size, side = device.type, COPY_BYTES[device.type], SIDE[device.type]
     on_device = torch.device(kind)
-    works: dict[tuple[str, int], Callable[[], object]] = {}
-    for name, dtype in _dtypes(device).items():
-        for size in (SHORT_SIZES if short else SIZES)[kind]:
-            works[name, size] = _product(size, dtype, on_device, tf32=name == "tf32")
-    works["copy", COPY_BYTES[kind]] = _copy(COPY_BYTES[kind], on_device, on_device)
+    works = {name: _product(side, dtype, on_device, tf32=name == "tf32") for name, dtype in _dtypes(device).items()}
+    works["copy"] = _copy(size, on_device, on_device)
     if kind == "cuda":
-        works["host", COPY_BYTES[kind] // 4] = _copy(COPY_BYTES[kind] // 4, torch.device("cpu"), on_device)
-    taken = {name: _undisturbed(calls, kind == "cpu") for name, calls in _timed(works, on_device, seconds).items()}
-    return {name: wall for name, (wall, _) in taken.items()}, any(busy for _, busy in taken.values())
+        works["host"] = _copy(size // 4, torch.device("cpu"), on_device)
+    seconds = {name: _seconds(work) for name, work in works.items()}
+    return Measured(
+        device=device,
+        tflops={name: max(SLOWEST_TFLOPS, 2 * side**3 / seconds[name] / 1e12) for name in _dtypes(device)},
+        memory_gb_per_s=max(SLOWEST_GB_PER_S, 2 * size / seconds["copy"] / 1e9),  # read and written
+        host_gb_per_s=size // 4 / seconds["host"] / 1e9 if kind == "cuda" else None,
+    )
 
 
 def _kept_under(device: Device) -> Path:
@@ -136,10 +98,10 @@ def _kept_under(device: Device) -> Path:
 
 
 def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda: None) -> Hardware:
-    """The hardware of this machine: its GPUs' entry in the table, or a short measurement, cached.
+    """The hardware of this machine: its GPUs' entry in the table, or a measurement, cached.
 
-    On a CPU the rate is that of all cores this process may use. A measurement is repeated after 30 days, if the cores or the
-    memory have changed, and after ten minutes if other processes kept the cores busy; `note` then states this.
+    On a CPU the rate is that of all cores this process may use. A measurement is repeated after a day, or if the cores or the
+    memory have changed.
 
     Args:
         folder: of the cache; None for the user's.
@@ -153,16 +115,16 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
     stored = disk_cache.load_json(name, folder)
     if isinstance(stored, dict):
         cached = Hardware.from_mapping(stored["hardware"], name="this-cpu", where=f"the cached measurement {name}")
-        if time.time() - stored.get("measured", 0) < (BUSY_AGE_S if cached.note else MAX_AGE_S):
+        if time.time() - stored.get("measured", 0) < MAX_AGE_S:
             return cached
     settle()
-    measured = _measured_apart() if device.type == "cuda" else measure(short=True).to_hardware()
+    measured = _measured_apart() if device.type == "cuda" else measure().to_hardware()
     disk_cache.store_json(name, {"measured": time.time(), "hardware": asdict(measured)}, folder)
     return measured
 
 
 def _measured_apart() -> Hardware:
-    """The hardware of this machine by a short measurement in a new process: one that has used a GPU keeps some of its memory
+    """The hardware of this machine by a measurement in a new process: one that has used a GPU keeps some of its memory
     until it exits, and this process may run as long as a search.
 
     Raises:
@@ -171,18 +133,18 @@ def _measured_apart() -> Hardware:
     import subprocess
     import sys
 
-    code = f"import json, dataclasses as d, {__name__} as m; print(json.dumps(d.asdict(m.measure(short=True).to_hardware())))"
+    code = f"import json, dataclasses as d, {__name__} as m; print(json.dumps(d.asdict(m.measure().to_hardware())))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SHORT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise RunnerError(f"measuring this machine took more than {SHORT_S} s") from None
+        raise RunnerError(f"measuring this machine took more than {LIMIT_S} s") from None
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         last_line = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RunnerError(f"measuring this machine failed: {last_line}")
-    return Hardware.from_mapping(json.loads(lines[-1]), name="this-machine", where="a short measurement")
+    return Hardware.from_mapping(json.loads(lines[-1]), name="this-machine", where="a measurement")
 
 
 def table_entry(device: Device) -> Hardware | None:
@@ -236,40 +198,11 @@ def _copy(size: int, source: "torch.device", target: "torch.device") -> Callable
     return lambda: copied.copy_(original, non_blocking=True)
 
 
-def _timed(
-    works: Mapping[tuple[str, int], Callable[[], object]], on_device: "torch.device", seconds: float
-) -> dict[tuple[str, int], list[tuple[float, float]]]:
-    """Seconds of calls of each, and those of the calling thread; each is called for the given time in total."""
+def _seconds(work: Callable[[], object]) -> float:
+    """Time of a call that nothing disturbs: a low quantile, since other load makes a call longer, never shorter."""
     import torch
+    from torch.utils.benchmark import Timer
 
-    def once(work: Callable[[], object]) -> tuple[float, float]:
-        if on_device.type == "cuda":
-            torch.cuda.synchronize(on_device)
-        begin, busy = time.perf_counter(), time.thread_time()
-        work()
-        if on_device.type == "cuda":
-            torch.cuda.synchronize(on_device)
-        return time.perf_counter() - begin, time.thread_time() - busy
-
-    taken: dict[tuple[str, int], list[tuple[float, float]]] = {name: [] for name in works}
-    for work in works.values():
-        once(work)
-    for _ in range(WINDOWS):
-        for name, work in works.items():
-            end = time.perf_counter() + seconds / WINDOWS
-            taken[name].append(once(work))
-            while time.perf_counter() < end and len(taken[name]) < 200:
-                taken[name].append(once(work))
-    return taken
-
-
-def _undisturbed(calls: list[tuple[float, float]], on_cpu: bool) -> tuple[float, bool]:
-    """Undisturbed time of a call, from (seconds, seconds of its thread) of several, and True if too few were undisturbed.
-
-    Other load makes a call longer, never shorter, so a low quantile shows the machine's speed: of the calls whose thread hardly
-    waited, if there are any.
-    """
-    undisturbed = [wall for wall, busy in calls if not on_cpu or busy >= UNDISTURBED * wall]
-    if len(undisturbed) >= LEAST_CALLS:
-        return statistics.quantiles(undisturbed, n=4)[0], False
-    return min(undisturbed or [wall for wall, _ in calls]), on_cpu
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    times = timer.blocked_autorange(min_run_time=SECONDS).times
+    return statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
