@@ -1,4 +1,4 @@
-"""Named facts of other trainers that differ from redline's: formats, exchanges, their own kernels.
+"""Named facts of other trainers that differ from redline's: formats, exchanges, their own kernels. They are in `trainers.yaml`.
 
 An estimate for a trainer uses its `setup` (fields of `TrainingSetup`) and its `constants` (changes of `Constants`). Settings of a
 file or a configuration take precedence.
@@ -7,9 +7,11 @@ file or a configuration take precedence.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from ..base.errors import UsageError, unknown
+from ..base.reading import parse_yaml
 from ..frameworks.registry import find_framework
 from ..knobs.strategy import STANDARD
 from ..models.architecture import PLAIN_DECODERS
@@ -104,79 +106,21 @@ _FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std
            "network_noise": 0.14}  # fmt: skip
 """Smaller uncertainty of constants that were fitted to runs of a trainer."""
 
-TRAINERS: Mapping[str, Trainer] = {
-    trainer.name: trainer
-    for trainer in (
-        Trainer(name="redline"),
-        Trainer(
-            name="fsdp",
-            own={"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True},
-        ),
-        Trainer(name="torchtitan", reads="torchtitan"),
-        Trainer(name="trainer", reads="trainer", constants={"launch_us": 15.0}),
-        Trainer(name="deepspeed", reads="deepspeed", constants={"software_std": 0.12, "launch_us": 15.0, "gather_us": 330.0}),
-        Trainer(
-            name="megatron",
-            reads="megatron",
-            builds=True,
-            own={"fusion": True},
-            # The host's speed depends on the machine: some are up to three times slower.
-            constants={**_FITTED, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
-        ),
-        # OneFlow's library, with Megatron-LM's layers; none of its runs was fitted.
-        Trainer(
-            name="libai",
-            reads="megatron",
-            builds=True,
-            own={"fusion": True},
-            constants={"software_std": 0.12, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
-        ),
-        # NVIDIA's recipes: HybridEP or DeepEP, exchanges behind products, a balanced router (docs/performance-summary.md of
-        # Megatron-Bridge); versions are those of the NeMo container.
-        Trainer(
-            name="megatron-bridge",
-            reads="megatron",
-            builds=True,
-            own={
-                "fusion": True,
-                "rows_once_a_node": True,
-                "overlap_experts": True,
-                "balanced_experts": True,
-                "early_kernels": False,
-            },
-            constants={**_FITTED, "launch_us": 30.0, "launch_std": 0.3, "straggler_ms": 10.0},
-            earlier={
-                (26, 0): {"overlap_experts": False, "balanced_experts": False},
-                (25, 11): {"rows_once_a_node": False, "early_kernels": True},
-            },
-        ),
-        Trainer(
-            name="nanotron",
-            builds=True,
-            own={"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32", "gradient_copy": True,
-                 "attention": "flash_attention_2", "balance": "cost", "reported_rank": "first"},
-            constants={
-                **_FITTED,
-                "slack": 0.12,
-                "slack_lasting": 0.1,
-                "loss_factor": 2.5,
-                "workspace_mib": 350.0,
-                "launch_us": 32.0,
-                "overlap": 0.35,
-                # Its ZeRO 1 scatters gradients after the backward.
-                "sharded_overlap": 0.05,
-                "straggler_ms": 22.0,
-                "ring_step_with_pipeline_us": 260.0,
-                "stall_ms": 265.0,
-                "stall_nodes": 34.0,
-                "stalls_without_zero": True,
-                "stall_least": 0.02,
-                "stall_fatal": 0.3,
-                "retry_factor": 3.0,
-            },
-        ),
-    )
-}  # fmt: skip
+
+def _read() -> dict[str, Trainer]:
+    """The trainers of `trainers.yaml`, by name."""
+    trainers = {}
+    for name, row in parse_yaml(Path(__file__).with_name("trainers.yaml").read_bytes()).items():
+        constants = {**(_FITTED if row.pop("fitted", False) else {}), **row.pop("constants", {})}
+        earlier = {}
+        for version, facts in row.pop("earlier", {}).items():
+            major, minor = version.split(".")
+            earlier[int(major), int(minor)] = facts
+        trainers[name] = Trainer(name=name, constants=constants, earlier=earlier, **row)
+    return trainers
+
+
+TRAINERS: Mapping[str, Trainer] = _read()
 """The trainers by name."""
 
 
@@ -240,10 +184,10 @@ def under_facts(setup: TrainingSetup, hardware: Hardware, constants: Constants) 
 
 
 def has_early_kernels(setup: TrainingSetup, hardware: Hardware) -> bool:
-    """True on Blackwell, unless its kernels were measured or libraries are known to be later: formats with block scales, B300 and
+    """True on Blackwell, unless libraries are known to be later: formats with block scales, B300 and
     GB300 came with later ones."""
     chip = device_name(hardware.name).chip
-    if hardware.products is not None or not chip.startswith(("b2", "b3", "gb")):
+    if not chip.startswith(("b2", "b3", "gb")):
         return False
     if setup.early_kernels is None:
         return setup.products not in ("mxfp8", "nvfp4") and chip in ("b200", "gb200")
