@@ -6,28 +6,29 @@ cut over kept tensors, and its two graphs are counted
 """
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ...base._transformers import quiet
 from ...models import Workload
 from ...models.architecture import Architecture
-from ...models.lora import frozen_format
 from ...models.skeleton import skeleton
 from .device_operators import as_autocast
-from .model_facts import ModelFacts, Part, PerToken
-from .step_trace import Product, Segment, Spec, StepTrace
-from .tracing import HALVES, cast, cast_frozen, fake_model, give_tensors
+from .model_facts import ModelFacts, Part
+from .step_trace import Product, Segment, Spec, StepTrace, Tally, tensors_of
+from .tracing import Layout, autocast, fake_model, give_formats, give_tensors, traced_config
 
 if TYPE_CHECKING:
     import torch
 
-    from .layout import Layout
+    Graphs = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
+    """Those of forward and backward."""
 
 
-def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layout", precision: str) -> ModelFacts:
+def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: Layout, precision: str) -> ModelFacts:
     """The facts with the repeated blocks compiled, from those without.
 
     If a block cannot be compiled, or there is none, the facts are unchanged and a note states it.
@@ -38,42 +39,30 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
 
     if not layout.blocks:
         return replace(facts, notes=(*facts.notes, "fusion: no repeated block to look at; as without it"))
-    config = {**workload.probe, "precision": precision, **_attention(workload, facts)}
+    config = traced_config(workload, precision, facts.attention)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    segments = {segment.path: segment for segment in seen.segments if segment.block}
+    paths, notes, parts = list(layout.blocks), list(facts.notes), []
     with torch.random.fork_rng(devices=[]), quiet():
         # Only the compiled blocks of transformers' models need tensors.
         bare = isinstance(workload.model, Architecture)
         model = (skeleton(workload, config) if bare else fake_model(workload, config, fake)).train()
-    segments = {segment.path: segment for segment in seen.segments if segment.block}
-
-    def compiled(uncompiled: Part, path: str) -> tuple[Part, str | None]:
-        """The part with its block compiled and None, or the unchanged part and the reason why it cannot be compiled."""
-        block = model.get_submodule(path)
-        with torch.random.fork_rng(devices=[]), quiet(), fake:
-            if bare:
-                give_tensors(block)
-            graphs = _compile(block, segments[path].inputs, precision, frozen_format(workload, precision))
-        if isinstance(graphs, str):
-            return uncompiled, f"fusion: {path} cannot be compiled without values ({graphs}); as without it"
-        return _counted(uncompiled, graphs, segments[path].products, seen.samples, workload.seq_len or 1), None
-
-    paths, kinds = list(layout.blocks), []
-    for part in facts.parts:
-        if part.role == "block":
-            path = _one_of(part, paths, segments)
-            paths = [remaining for remaining in paths if remaining != path]
-            kinds.append((part, path))
-    compiled_parts = [compiled(*kind) for kind in kinds]
-    blocks = {part.name: part for part, _ in compiled_parts}
-    notes = (reason for _, reason in compiled_parts if reason is not None)
-    parts = tuple(blocks.get(part.name, part) for part in facts.parts)
-    return replace(facts, parts=parts, notes=(*facts.notes, *notes))
-
-
-def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
-    if not isinstance(workload.model, Architecture):
-        return {}
-    return {"attention": facts.attention if facts.attention in ("eager", "sdpa") else "sdpa"}
+        for part in facts.parts:
+            if part.role == "block":
+                path = _one_of(part, paths, segments)
+                paths.remove(path)
+                block = model.get_submodule(path)
+                with fake:
+                    if bare:
+                        give_tensors(block)
+                    give_formats(block, workload, precision)
+                    graphs = _compile(block, segments[path].inputs, precision)
+                if isinstance(graphs, str):
+                    notes.append(f"fusion: {path} cannot be compiled without values ({graphs}); as without it")
+                else:
+                    part = _counted(part, graphs, segments[path].products, seen.samples, workload.seq_len or 1)
+            parts.append(part)
+    return replace(facts, parts=tuple(parts), notes=tuple(notes))
 
 
 def _one_of(part: Part, paths: list[str], segments: Mapping[str, Segment]) -> str:
@@ -87,16 +76,8 @@ def _one_of(part: Part, paths: list[str], segments: Mapping[str, Segment]) -> st
     return (same_products or paths)[len(same_products or paths) // 2]
 
 
-@dataclass(frozen=True, slots=True)
-class _Graphs:
-    forward: "torch.fx.GraphModule"
-    backward: "torch.fx.GraphModule"
-
-
-def _compile(block: "torch.nn.Module", inputs: Any, precision: str, frozen: str | None) -> "_Graphs | str":
-    """The graphs of forward and backward, or the reason for their absence. `frozen`: format of frozen weights, if it differs."""
-    import contextlib
-
+def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "Graphs | str":
+    """The graphs of forward and backward, or the reason for their absence."""
     import torch
     from functorch.compile import make_boxed_func
 
@@ -111,25 +92,19 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str, frozen: str 
 
         return take
 
-    if precision == "bf16_pure":
-        cast(block, torch.bfloat16)
-    if frozen:
-        cast_frozen(block, getattr(torch, HALVES[frozen]))
     args, kwargs = tree_map(_empty, inputs, is_leaf=lambda value: isinstance(value, Spec))
-    half = HALVES.get(precision)
-    autocast = torch.autocast("cpu", getattr(torch, half)) if half else contextlib.nullcontext()
     backend = aot_autograd(
         fw_compiler=keep("forward"),
         bw_compiler=keep("backward"),
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    with _opaque_attention(), autocast, warnings.catch_warnings():
+    with _opaque_attention(), autocast(precision), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # operators outside the graph; checked below
         try:
             dynamo.reset()
             output = torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(*args, **kwargs)
-            total = sum(tensor.float().sum() for tensor in _differentiable(output))
+            total = sum(tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad)
             total.backward()
         except (dynamo.exc.TorchDynamoException, RuntimeError, AssertionError, TypeError, LookupError) as error:
             return " ".join(str(error).split())[:160] or type(error).__name__
@@ -137,7 +112,7 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str, frozen: str 
             dynamo.reset()
     if len(graphs) < 2:
         return "it is more than one graph"
-    return _Graphs(graphs["forward"], graphs["backward"])
+    return graphs["forward"], graphs["backward"]
 
 
 def _empty(value: Any) -> Any:
@@ -145,32 +120,21 @@ def _empty(value: Any) -> Any:
 
     if not isinstance(value, Spec):
         return value
-    tensor = torch.empty(value.shape, dtype=value.dtype)
-    return tensor.requires_grad_(value.requires_grad)
+    return torch.empty(value.shape, dtype=value.dtype).requires_grad_(value.requires_grad)
 
 
-def _differentiable(output: Any) -> "list[torch.Tensor]":
-    import torch
-
-    from ...base._torch import tree_leaves
-
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
-class _opaque_attention:
+@contextmanager
+def _opaque_attention() -> Iterator[None]:
     """Scaled dot-product attention as one operator that the partitioner does not decompose."""
+    from torch.nn import functional
 
-    def __enter__(self) -> None:
-        from torch.nn import functional
-
-        self._before = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = _attend
-        _attention_op()
-
-    def __exit__(self, *exc: object) -> None:
-        from torch.nn import functional
-
-        functional.scaled_dot_product_attention = self._before
+    _attention_op()
+    original = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
 
 
 def _attend(
@@ -218,30 +182,24 @@ def _attention_op() -> Any:
     return attention
 
 
-def _counted(part: Part, graphs: _Graphs, products: list[Product], samples: int, length: int) -> Part:
-    tokens = samples * length
-    forward = _Counter(graphs.forward, products, samples, length)
-    backward = _Counter(graphs.backward, [], samples, length)
+def _counted(part: Part, graphs: "Graphs", products: list[Product], samples: int, length: int) -> Part:
+    """A part with its block compiled."""
+    forward, backward = (
+        _Counter(graph, its_products, samples, length) for graph, its_products in zip(graphs, (products, []))
+    )
     heads = part.attention.heads if part.attention else 0
-    traffic = forward.traffic(tokens, heads)
-    ratio = backward.total() / forward.total() if forward.total() else 2.0
+    traffic = forward.moved.per_token(samples, length, heads)
+    inputs = [node.name for node in graphs[1].graph.nodes if node.op == "placeholder"]
+    saved, saved_fixed = forward.saved(sum(not name.startswith("tangents") for name in inputs))
     return replace(
         part,
-        saved=forward.saved(tokens, heads, _kept_by(graphs.backward)),
-        saved_fixed=forward.saved_fixed,
+        saved=saved.per_token(samples, length, heads),
+        saved_fixed=saved_fixed,
         traffic=traffic,
-        traffic_backward=PerToken(
-            sequence=traffic.sequence * ratio, sharded=traffic.sharded * ratio, scores=traffic.scores * ratio
-        ),
+        traffic_backward=traffic.scaled(backward.moved.total / forward.moved.total if forward.moved.total else 2.0),
         traffic_fixed=forward.traffic_fixed,
         kernels=float(forward.kernels),
     )
-
-
-def _kept_by(backward: "torch.fx.GraphModule") -> int:
-    """Number of backward's inputs that are not gradients."""
-    names = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
-    return sum(not name.startswith("tangents") for name in names)
 
 
 class _Counter:
@@ -253,9 +211,10 @@ class _Counter:
         self._nodes = list(module.graph.nodes)
         self._output = next(node for node in self._nodes if node.op == "output")
         self._inside: dict[torch.fx.Node, bool] = {}
-        self._read: dict[str, float] = {"outside": 0.0, "inside": 0.0, "scores": 0.0}
         self._weight: dict[torch.fx.Node, bool] = {}
-        self.traffic_fixed = self.saved_fixed = 0.0
+        self.moved = Tally()
+        """Bytes read and written between products."""
+        self.traffic_fixed = 0.0
         self.kernels = 0
         self._follow(list(products))
 
@@ -306,7 +265,7 @@ class _Counter:
 
     def _move(self, node: "torch.fx.Node", value: "torch.Tensor | None") -> None:
         if value is not None:
-            self._read[self._kind(node, value)] += _bytes(value)
+            self.moved.add(self._kind(node, value), _bytes(value))
 
     def _kind(self, node: "torch.fx.Node", value: "torch.Tensor") -> str:
         shape = value.shape
@@ -322,37 +281,20 @@ class _Counter:
         # Tables of rotary angles are computed once, not by a block; incoming gradients are activations.
         return value.shape[0] in (self._samples, self._samples * self._length) and value.dim() > 1
 
-    def total(self) -> float:
-        """Bytes read and written between products."""
-        return sum(self._read.values())
-
-    def traffic(self, tokens: int, heads: int) -> PerToken:
-        """The same by kind, a token."""
-        return self._per_token(self._read, tokens, heads)
-
-    def saved(self, tokens: int, heads: int, count: int) -> PerToken:
-        """Bytes a token that forward keeps: the last `count` of its outputs, without weights."""
-        tally: dict[str, float] = {"outside": 0.0, "inside": 0.0, "scores": 0.0}
+    def saved(self, count: int) -> tuple[Tally, float]:
+        """Bytes that forward keeps, the last `count` of its outputs: without weights, and those of weights."""
+        saved, fixed = Tally(), 0.0
         outputs = [output for output in self._output.args[0] if output is not None]
         for node in dict.fromkeys(outputs[len(outputs) - count :]):
             value = _value(node)
             if value is None:
                 continue
             root = _root(node)
-            if self._weight.get(node, False) or self._weight.get(root, False):
-                if root.op != "placeholder":
-                    self.saved_fixed += _bytes(value)
-                continue
-            tally[self._kind(node, value)] += _bytes(value)
-        return self._per_token(tally, tokens, heads)
-
-    def _per_token(self, tally: Mapping[str, float], tokens: int, heads: int) -> PerToken:
-        pairs = tokens * self._length * heads
-        return PerToken(
-            sequence=tally["outside"] / tokens,
-            sharded=tally["inside"] / tokens + (0.0 if pairs else tally["scores"] / tokens),
-            scores=tally["scores"] / pairs if pairs else 0.0,
-        )
+            if not self._weight.get(node, False) and not self._weight.get(root, False):
+                saved.add(self._kind(node, value), _bytes(value))
+            elif root.op != "placeholder":
+                fixed += _bytes(value)
+        return saved, fixed
 
 
 _VIEWS = (

@@ -13,7 +13,7 @@ from typing import Any
 from ...models.fingerprint import digest
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Rebuilt
 
-VERSION = 7
+VERSION = 8
 """Version of the format, raised when tracing changes, so that older files are ignored."""
 
 

@@ -1,15 +1,11 @@
 """Facts of a model that the estimator uses: parameters, products, saved activations, part by part."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Protocol
 
 from ...base.errors import UsageError, unknown
 from ...base.option import Option, check_options
 from ...knobs.meaning import FORMATS
-
-ROLES = ("embedding", "block", "norm", "head", "loss", "other")
-SPLITS = ("none", "column", "row")
 
 Variant = tuple[str, str, bool, bool]
 """Knobs that the facts of a model depend on: (precision, attention, fusion, kernels)."""
@@ -72,6 +68,10 @@ class PerToken:
     """For each head, query and key; 0 for fused attention kernels."""
     rows: float = 0.0
     """Rows of experts."""
+
+    def scaled(self, factor: float) -> "PerToken":
+        """These bytes times a factor."""
+        return PerToken(**{field.name: getattr(self, field.name) * factor for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,19 +136,6 @@ class Part:
     transient_fixed: float = 0.0
     """Bytes live in addition to `transient` independent of the batch, divided like it: the gradient of a weight that forward
     computes, before it is added to that of earlier micro-batches."""
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise UsageError(f"Part {self.name}: role must be one of {', '.join(ROLES)}, but got {self.role!r}")
-        if not 0 <= self.sharded <= self.parameters:
-            raise UsageError(
-                f"Part {self.name}: sharded must be from 0 to parameters, {self.parameters}, but got {self.sharded}"
-            )
-        for product in self.matmuls:
-            if product.split not in SPLITS:
-                raise UsageError(
-                    f"Part {self.name}: split must be one of {', '.join(SPLITS)}, but got {product.split!r}"
-                )
 
 
 class FactsSource(Protocol):
@@ -326,11 +313,6 @@ class Shape:
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of this shape in one variant."""
         return facts_of(self, precision=precision, attention=attention, fusion=fusion, kernels=kernels)
-
-
-def total(parts: Iterable[Part], field: str) -> float:
-    """The sum of a field over parts and their counts."""
-    return sum(part.count * getattr(part, field) for part in parts)
 
 
 def bytes_of(precision: str) -> int:

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ...base._torch import schema_of
-from .step_trace import AttentionCall, Product, Segment, Spec, StepTrace
+from .model_facts import Attention
+from .step_trace import Product, Segment, Spec, StepTrace, tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -88,18 +89,18 @@ class Recorder:
             if self._in_block and self._in_block[-1].path == path:
                 segment = self._in_block.pop()
                 self._inside = False
-                for tensor in _tensors(output):
+                for tensor in tensors_of(output):
                     if tensor.requires_grad and tensor.is_floating_point():
                         tensor.register_hook(lambda grad, segment=segment: self._enter_backward(segment))
 
         return leave
 
     def _measure_boundary(self, segment: Segment, values: Any) -> None:
-        for tensor in _tensors(values):
+        self._width = 0
+        for tensor in tensors_of(values):
             if tensor.requires_grad:
                 segment.boundary += tensor.numel() * tensor.element_size()
-                segment.boundary_width = max(segment.boundary_width, tensor.shape[-1] if tensor.dim() else 0)
-        self._width = segment.boundary_width
+                self._width = max(self._width, tensor.shape[-1] if tensor.dim() else 0)
 
     def _region(self, path: str, block: bool) -> Segment:
         # Operators of a container between two blocks are separate from those behind the last.
@@ -140,6 +141,8 @@ class Recorder:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def _save(self, tensor: "torch.Tensor") -> None:
+        import torch
+
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._saved or (key in self._weights and key not in self._copies):
@@ -149,7 +152,7 @@ class Recorder:
         segment, size = self._here(), storage.nbytes()
         if key in self._copies:
             segment.saved_fixed += size
-        elif not (tensor.is_floating_point() or tensor.is_complex()) and not _is_mask(tensor):
+        elif not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):
             segment.saved_rows += size
         else:
             segment.saved.add(self._kind(tensor), size)
@@ -201,11 +204,17 @@ class Recorder:
 
     # Operators.
 
-    def saw(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Records an operator that ran."""
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs and records an operator."""
+        self._operator = str(func)
+        output = func(*args, **kwargs)
+        self._saw(func, args, kwargs, output)
+        return output
+
+    def _saw(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         import torch
 
-        inputs, outputs = _tensors((args, kwargs)), _tensors(output)
+        inputs, outputs = tensors_of((args, kwargs)), tensors_of(output)
         if not outputs:  # reads a property
             return
         stores = {id(tensor.untyped_storage()) for tensor in inputs}
@@ -257,9 +266,8 @@ class Recorder:
 
         if func is torch.ops.aten.convolution.default:
             weight = args[1]
-            inner = weight[0].numel()
             rows = outputs[0].numel() // max(outputs[0].shape[1], 1)
-            self._weighted(weight, rows, inner, weight.shape[0], True, segment)
+            self._count_product(weight, rows, weight[0].numel(), weight.shape[0], True, segment)
             return
         left_operand, right_operand = [tensor for tensor in args if isinstance(tensor, torch.Tensor)][-2:]
         k, n = right_operand.shape[-2], right_operand.shape[-1]
@@ -269,25 +277,23 @@ class Recorder:
             (left_operand, False),
         ):
             if id(weight.untyped_storage()) in self._weights:
-                self._weighted(weight, rows, k, n, transposed, segment)
+                self._count_product(weight, rows, k, n, transposed, segment)
                 return
         if k == 1:  # an outer product: rotary angles
             return
         if left_operand.dim() == 3 and self._seq_len and left_operand.shape[-2] == n == self._seq_len:
             heads = max(1, left_operand.shape[0] // self._samples)
-            self.attend(AttentionCall(heads, heads, k, left_operand.shape[-2], n, causal=False), segment)
+            self._attend(Attention(heads=heads, kv_heads=heads, head_dim=k, causal=False), segment)
         elif left_operand.dim() == 3 and self._seq_len and left_operand.shape[-2] == k == self._seq_len:
             pass  # scores times values, the other half of the same attention
         else:
             segment.products.append(Product("", rows, k, n, False, False))
 
-    def _weighted(self, weight: "torch.Tensor", rows: int, k: int, n: int, transposed: bool, segment: Segment) -> None:
-        self._count_product(self._weights[id(weight.untyped_storage())], rows, k, n, transposed, segment)
-
     def _count_product(
-        self, name: str, rows: float, k: int, n: int, transposed: bool, segment: Segment, count: int = 1,
+        self, weight: "torch.Tensor", rows: float, k: int, n: int, transposed: bool, segment: Segment, count: int = 1,
         stacked: bool = False,
     ) -> None:  # fmt: skip
+        name = self._weights[id(weight.untyped_storage())]
         segment.parameters.add(name)
         product = Product(name, rows, k, n, name in self._trainable, transposed, count=count, stacked=stacked)
         product.split = self._split(product, self._attended, self._width)
@@ -296,8 +302,7 @@ class Recorder:
         if product.split == "row":
             self._attended = False
 
-    def attend(self, call: AttentionCall, segment: Segment) -> None:
-        """Records an attention."""
+    def _attend(self, call: Attention, segment: Segment) -> None:
         if not self._in_attention:
             segment.attention.append(call)
         self._attended = True
@@ -314,8 +319,8 @@ class Recorder:
         heads = query.shape[-3] if query.dim() > 2 else 1
         kv_heads = key.shape[-3] if key.dim() > 2 else 1
         head_dim = (query.shape[-1] + value.shape[-1]) // 2
-        call = AttentionCall(heads, kv_heads, head_dim, query.shape[-2], key.shape[-2], causal)
-        self.attend(call, self._here())
+        call = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal)
+        self._attend(call, self._here())
         self._in_attention = True
         try:
             return run()
@@ -325,17 +330,12 @@ class Recorder:
     def grouped(self, rows: "torch.Tensor", weights: "torch.Tensor") -> None:
         """Records a product of (r, k) rows, sorted by expert, with (experts, k, n) weights; rows are averaged over experts."""
         experts, k, n = weights.shape
-        name = self._weights[id(weights.untyped_storage())]
         segment = self._here()
         segment.kernels += 1
         transposed = weights.stride(1) == 1
-        self._count_product(name, rows.shape[0] / experts, k, n, transposed, segment, count=experts, stacked=True)
+        self._count_product(weights, rows.shape[0] / experts, k, n, transposed, segment, count=experts, stacked=True)
 
     # End of the step.
-
-    def started(self, func: Any) -> None:
-        """Records the start of an operator."""
-        self._operator = str(func)
 
     def failed(self, error: BaseException) -> None:
         """Handles an error that stopped the step.
@@ -374,20 +374,6 @@ def _operator_in(message: str) -> str | None:
     return match.group() if match and match.group(1) in ("aten", "prims") else None
 
 
-def _is_mask(tensor: "torch.Tensor") -> bool:
-    import torch
-
-    return tensor.dtype is torch.bool
-
-
-def _tensors(value: Any) -> "list[torch.Tensor]":
-    import torch
-
-    from ...base._torch import tree_leaves
-
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def _PRODUCTS(aten: Any) -> Any:
     return (
         aten.mm.default,
@@ -410,12 +396,6 @@ def _operators(recorder: Recorder) -> Any:
 
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            recorder.started(func)
-            output = func(*args, **kwargs)
-            recorder.saw(func, args, kwargs, output)
-            return output
+            return recorder.run(func, args, kwargs or {})
 
-    mode = Operators()
-    mode.recorder = recorder
-    return mode
+    return Operators()

@@ -1,7 +1,12 @@
 """Trace of a step: segments of the model, with the operators, kept bytes and memory traffic of each."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from .model_facts import Attention, PerToken
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,15 @@ class Spec:
         if not isinstance(value, torch.Tensor):
             return value
         return cls(tuple(value.shape), value.dtype, value.requires_grad)
+
+
+def tensors_of(value: Any) -> "list[torch.Tensor]":
+    """The tensors in nested lists, tuples and mappings."""
+    import torch
+
+    from ...base._torch import tree_leaves
+
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(slots=True)
@@ -42,19 +56,6 @@ class Product:
 
 
 @dataclass(slots=True)
-class AttentionCall:
-    """A scaled dot-product attention of any implementation."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    """Mean of that of queries and keys and that of values."""
-    queries: int
-    keys: int
-    causal: bool
-
-
-@dataclass(slots=True)
 class Tally:
     """Bytes by their division under tensor parallelism."""
 
@@ -74,6 +75,15 @@ class Tally:
         """The sum of all fields."""
         return self.outside + self.inside + self.scores
 
+    def per_token(self, samples: int, length: int, heads: int) -> PerToken:
+        """Bytes a token of a batch of `samples` of `length` tokens; scores are those of a head, query and key."""
+        tokens, pairs = samples * length, samples * length**2 * heads
+        return PerToken(
+            sequence=self.outside / tokens,
+            sharded=self.inside / tokens + (0.0 if pairs else self.scores / tokens),
+            scores=self.scores / pairs if pairs else 0.0,
+        )
+
 
 @dataclass(slots=True)
 class Segment:
@@ -86,7 +96,7 @@ class Segment:
     after: int
     """Number of blocks that had begun when it was first entered, itself included."""
     products: list[Product] = field(default_factory=list)
-    attention: list[AttentionCall] = field(default_factory=list)
+    attention: list[Attention] = field(default_factory=list)
     saved: Tally = field(default_factory=Tally)
     saved_fixed: float = 0.0
     """Kept copies of weights, such as autocast's: bytes that do not grow with the batch."""
@@ -101,8 +111,6 @@ class Segment:
     """Kernels of forward."""
     boundary: float = 0.0
     """Bytes of the inputs that need a gradient."""
-    boundary_width: int = 0
-    """Last dimension of the widest of these inputs."""
     transient: float = 0.0
     """Peak of live bytes in its backward beyond those at its start, without gradients of parameters."""
     parameters: set[str] = field(default_factory=set)

@@ -1,7 +1,8 @@
 """Facts of any workload, by tracing one step of it on fake tensors."""
 
+import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ from ...models.architecture import Architecture
 from ...models.lora import lora_of
 from . import disk_cache
 from .derived import unformed
-from .layout import Layout
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Variant
-from .step_trace import AttentionCall, Product, Segment, StepTrace, Tally
-from .tracing import trace_step
+from .step_trace import Product, Segment, StepTrace, Tally
+from .tracing import Layout, trace_step
 
 Step = tuple[str, str, bool]
 """Precision, attention, and True with Liger-Kernel's modules: what a traced step depends on."""
@@ -101,7 +101,6 @@ def trace_facts(
     liger: bool = False,
     device_type: str = "cuda",
     folder: Path | None = None,
-    cached: bool = True,
     steps: "dict[Step, tuple[Layout, StepTrace]] | None" = None,
 ) -> ModelFacts:
     """The facts of a workload: parameters, products, FLOPs, kept bytes and memory traffic, part by part.
@@ -114,7 +113,6 @@ def trace_facts(
         liger: True for a model with Liger-Kernel's modules.
         device_type: device whose operators run, as `Hardware.operators`.
         folder: of the cache; None for the user's.
-        cached: True to read and write the cache.
         steps: steps that were traced; a variant with fusion starts from the one without.
 
     Raises:
@@ -128,13 +126,12 @@ def trace_facts(
         attention = workload.model.default_attention
     variant = (precision, attention, fusion, liger)
     key = disk_cache.key_of(workload.model_id, named(variant, device_type))
-    stored = disk_cache.load(key, folder) if cached else None
+    stored = disk_cache.load(key, folder)
     if stored is not None:
         return stored
     with without_collection():
         facts = _trace(workload, variant, device_type, {} if steps is None else steps)
-    if cached:
-        disk_cache.store(key, facts, folder)
+    disk_cache.store(key, facts, folder)
     return facts
 
 
@@ -146,9 +143,8 @@ def _trace(
     if step not in steps:
         layout = next((layout_of_step for layout_of_step, _ in steps.values()), None) or Layout.of(workload)
         seen = trace_step(
-            workload, layout.blocks, layout.split, precision=precision, attention=attention, device_type=device_type,
-            liger=liger,
-        )  # fmt: skip
+            workload, layout, precision=precision, attention=attention, device_type=device_type, liger=liger
+        )
         steps[step] = layout, seen
     layout, seen = steps[step]
     vocabulary, tied = _head(seen, layout)
@@ -186,16 +182,13 @@ def _tracing_message(workload: Workload, seen: StepTrace, facts: ModelFacts, lay
 
 def _parts(workload: Workload, seen: StepTrace, layout: Layout) -> list[Part]:
     """The segments of a trace, grouped into parts in the order of the forward pass."""
-    owned = _owned(seen, layout)
-    maker = _Maker(workload, seen, layout, owned)
+    maker = _Maker(workload, seen, layout)
+    segments, unread = _owning(seen, layout)
     embedding: list[Segment] = []
     between: list[Segment] = []
     tail: list[Segment] = []
     kinds: dict[Hashable, list[Segment]] = {}
-    reached = {segment.path for segment in seen.segments if segment.block}
-    # Blocks that were not reached still have their parameters.
-    missed = [Segment(path=path, block=True, after=0) for path in layout.blocks if path not in reached]
-    for segment in (*seen.segments, *missed):
+    for segment in segments:
         if segment.block:
             kinds.setdefault(maker.signature(segment), []).append(segment)
         elif not layout.blocks:
@@ -220,7 +213,6 @@ def _parts(workload: Workload, seen: StepTrace, layout: Layout) -> list[Part]:
         parts.append(maker.part("head", "head", head))
     if loss:
         parts.append(maker.part("loss", "loss", loss, spike=seen.tail_transient))
-    unread = owned.get("", set())
     if unread:
         parts.append(maker.unused(unread))
     return parts
@@ -245,25 +237,18 @@ def _tail(tail: list[Segment], *, has_blocks: bool) -> tuple[list[Segment], list
     return norm, head, loss
 
 
-def _owned(seen: StepTrace, layout: Layout) -> dict[str, set[str]]:
-    """The parameters of each segment, by its key; unread parameters have the empty key."""
-    owned: dict[str, set[str]] = {}
-    unread = set(seen.parameters)
-    for path in layout.blocks:
-        own_names = {name for name in unread if name.startswith(path + ".")}
-        owned[_key(path, True, 0)] = own_names
-        unread -= own_names
-    for segment in seen.segments:
-        if not segment.block:
-            own_names = segment.parameters & unread
-            owned[_key(segment.path, False, segment.after)] = own_names
-            unread -= own_names
-    owned[""] = unread
-    return owned
-
-
-def _key(path: str, block: bool, after: int) -> str:
-    return f"block {path}" if block else f"{path}@{after}"
+def _owning(seen: StepTrace, layout: Layout) -> tuple[list[Segment], set[str]]:
+    """The segments with the parameters of each: those inside a block, and otherwise those that it reads first; and the parameters
+    that are left. Blocks that were not reached have theirs too."""
+    reached = {segment.path for segment in seen.segments if segment.block}
+    missed = [Segment(path=path, block=True, after=0) for path in layout.blocks if path not in reached]
+    segments, unread = [*seen.segments, *missed], set(seen.parameters)
+    names_of: dict[int, set[str]] = {}
+    for segment in sorted(segments, key=lambda segment: not segment.block):
+        inside = {name for name in unread if name.startswith(segment.path + ".")}
+        names_of[id(segment)] = inside if segment.block else segment.parameters & unread
+        unread -= names_of[id(segment)]
+    return [replace(segment, parameters=names_of[id(segment)]) for segment in segments], unread
 
 
 def _head(seen: StepTrace, layout: Layout) -> tuple[int, bool]:
@@ -282,8 +267,8 @@ def _head(seen: StepTrace, layout: Layout) -> tuple[int, bool]:
 class _Maker:
     """Converts segments to parts: bytes of a batch become bytes a token."""
 
-    def __init__(self, workload: Workload, seen: StepTrace, layout: Layout, owned: Mapping[str, set[str]]) -> None:
-        self._seen, self._layout, self._owned = seen, layout, owned
+    def __init__(self, workload: Workload, seen: StepTrace, layout: Layout) -> None:
+        self._seen, self._layout = seen, layout
         self._length = workload.seq_len or 1
         self._tokens = seen.samples * self._length
         self._is_causal = getattr(workload.model, "task", "") == "causal"
@@ -292,7 +277,7 @@ class _Maker:
         """Key that is equal for identical blocks."""
         products = tuple((product.k, product.n, product.rows, product.count) for product in segment.products)
         calls = tuple((call.heads, call.kv_heads, call.head_dim) for call in segment.attention)
-        return products, calls, self._count(self._names(segment))
+        return products, calls, self._count(segment.parameters)
 
     def block(self, name: str, blocks: list[Segment]) -> Part:
         """The part of identical blocks. It uses their median: the first may contain tensors that are created once for all, and
@@ -314,17 +299,11 @@ class _Maker:
         )  # fmt: skip
 
     def _make(self, name: str, role: str, segments: list[Segment], *, count: int, transient: float) -> Part:
-        names = {parameter for segment in segments for parameter in self._names(segment)}
+        names = {parameter for segment in segments for parameter in segment.parameters}
         attention = self._attention([call for segment in segments for call in segment.attention])
         heads = attention.heads if attention else 0
         saved = self._per_token([segment.saved for segment in segments], heads)
-        saved = PerToken(
-            whole=saved.whole,
-            sequence=saved.sequence,
-            sharded=saved.sharded,
-            scores=saved.scores,
-            rows=saved.rows + sum(segment.saved_rows for segment in segments) / self._tokens,
-        )
+        saved = replace(saved, rows=sum(segment.saved_rows for segment in segments) / self._tokens)
         traffic = self._per_token([segment.traffic for segment in segments], heads)
         backward = sum(segment.backward.total for segment in segments)
         forward = sum(segment.traffic.total for segment in segments)
@@ -346,16 +325,13 @@ class _Maker:
             boundary=boundary,
             transient=self._split_transient(transient / self._tokens, boundary, saved),
             traffic=traffic,
-            traffic_backward=_scaled(traffic, backward / forward) if forward and backward else None,
+            traffic_backward=traffic.scaled(backward / forward) if forward and backward else None,
             traffic_fixed=sum(segment.traffic_fixed for segment in segments),
             kernels=float(sum(segment.kernels for segment in segments)),
         )
 
-    def _names(self, segment: Segment) -> set[str]:
-        return self._owned.get(_key(segment.path, segment.block, segment.after), set())
-
     def _count(self, names: set[str]) -> int:
-        return sum(_numel(self._seen.parameters[name]) for name in names)
+        return sum(math.prod(self._seen.parameters[name]) for name in names)
 
     def _sharded(self, names: set[str], segments: list[Segment] | None) -> int:
         if self._layout.cuts is not None:
@@ -379,7 +355,7 @@ class _Maker:
             for (k, n, split, rows, trainable, experts), count in counted.items()
         )
 
-    def _attention(self, calls: list[AttentionCall]) -> Attention | None:
+    def _attention(self, calls: list[Attention]) -> Attention | None:
         if not calls:
             return None
         return Attention(
@@ -390,13 +366,8 @@ class _Maker:
         )
 
     def _per_token(self, tallies: list[Tally], heads: int) -> PerToken:
-        scores = sum(tally.scores for tally in tallies)
-        pairs = self._seen.samples * self._length**2 * heads
-        return PerToken(
-            sequence=sum(tally.outside for tally in tallies) / self._tokens,
-            sharded=sum(tally.inside for tally in tallies) / self._tokens + (0.0 if pairs else scores / self._tokens),
-            scores=scores / pairs if pairs else 0.0,
-        )
+        total = Tally(*(sum(getattr(tally, kind) for tally in tallies) for kind in Tally.__slots__))
+        return total.per_token(self._seen.samples, self._length, heads)
 
     def _split_transient(self, total: float, boundary: float, saved: PerToken) -> PerToken:
         """Divides the temporaries by tensor parallelism: all but the gradients of the residual stream, if any tensor inside is
@@ -418,20 +389,3 @@ def _first_of_mixtures(segments: list[Segment]) -> list[Product]:
     for product in _stacked(segments):
         by_mixture.setdefault(product.weight.rpartition(".")[0], product)
     return list(by_mixture.values())
-
-
-def _scaled(value: PerToken, factor: float) -> PerToken:
-    return PerToken(
-        whole=value.whole * factor,
-        sequence=value.sequence * factor,
-        sharded=value.sharded * factor,
-        scores=value.scores * factor,
-        rows=value.rows * factor,
-    )
-
-
-def _numel(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -7,10 +7,9 @@ import threading
 import pytest
 import redline as rl
 import torch
-from redline.estimator import ModelFacts, TrainingSetup
+from redline.estimator import ModelFacts
 from redline.estimator.facts import disk_cache
 from redline.estimator.facts.traced import TracedFacts, TracingError, trace_facts
-from redline.estimator.resolved_cache import variants_of
 from redline.models import flops_of
 from torch import nn
 
@@ -199,12 +198,6 @@ def test_writers_at_the_same_time_leave_a_whole_file(tmp_path):
     found = disk_cache.load("key", tmp_path)
     assert found is not None and found.parts == facts.parts
     assert [each.name for each in (tmp_path / "facts").iterdir()] == ["key.json"]
-
-
-def test_the_variants_of_a_space_are_those_of_its_knobs_and_of_the_setup():
-    space = rl.Space()
-    space.choice("precision", ["fp32", "bf16"])
-    assert variants_of(space, TrainingSetup()) == [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)]
 
 
 def test_a_step_is_traced_once_for_tf32_and_fp32_and_with_and_without_fusion(tmp_path, monkeypatch):

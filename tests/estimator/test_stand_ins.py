@@ -5,8 +5,8 @@ from typing import ClassVar
 import pytest
 import redline as rl
 import torch
-from redline.estimator.facts.traced import Layout, TracingError, trace_facts
-from redline.estimator.facts.tracing import trace_step
+from redline.estimator.facts.traced import TracingError, trace_facts
+from redline.estimator.facts.tracing import Layout, trace_step
 from redline.models.presets import PRESETS
 from tiers import tiered
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 
 def both(workload, **variant):
     layout = Layout.of(workload)
-    return [trace_step(workload, layout.blocks, layout.split, every_block=every, **variant) for every in (True, False)]
+    return [trace_step(workload, layout, every_block=every, **variant) for every in (True, False)]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,10 @@ class Stack(nn.Module):
         return x.mean()
 
 
+def blocks_of(count):
+    return Layout(tuple(f"blocks.{number}" for number in range(count)), {})
+
+
 def stack(*wide: bool):
     return rl.Workload(
         model=lambda: Stack(wide),
@@ -74,19 +78,19 @@ def stack(*wide: bool):
 
 def test_three_blocks_of_a_kind_run_and_the_rest_do_not():
     Block.ran = []
-    trace_step(stack(*8 * [False]), tuple(f"blocks.{each}" for each in range(8)), lambda *_: "none")
+    trace_step(stack(*8 * [False]), blocks_of(8))
     assert Block.ran == [0, 1, 7]
 
 
 def test_blocks_that_differ_in_what_they_do_are_kinds_of_their_own():
     wide = (False, True, False, True, False, True, False, True)
-    workload, paths = stack(*wide), tuple(f"blocks.{each}" for each in range(8))
+    workload, layout = stack(*wide), blocks_of(8)
     Block.ran = []
-    few = trace_step(workload, paths, lambda *_: "none")
+    few = trace_step(workload, layout)
     assert Block.ran == [0, 1, 2, 3, 6, 7]
     kept = [segment.saved.total for segment in few.segments if segment.block]
     assert kept[0::2] == 4 * [kept[0]] and kept[1::2] == 4 * [kept[1]] and kept[1] > kept[0]
-    assert few == trace_step(workload, paths, lambda *_: "none", every_block=True)
+    assert few == trace_step(workload, layout, every_block=True)
 
 
 def test_per_layer_settings_of_the_configuration_distinguish_blocks():
@@ -103,7 +107,7 @@ def test_per_layer_settings_of_the_configuration_distinguish_blocks():
         loss=lambda output, batch: output,
     )  # fmt: skip
     Block.ran = []
-    trace_step(workload, tuple(f"blocks.{each}" for each in range(6)), lambda *_: "none")
+    trace_step(workload, blocks_of(6))
     assert Block.ran == [0, 1, 2, 3, 4, 5]
 
 

@@ -15,7 +15,7 @@ import numerics_table as numerics
 import numpy as np
 import torch
 import triton.language as tl
-from redline.estimator.facts.liger_modules import forwards_of, put_forwards
+from redline.estimator.facts.device_operators import forwards_of, put_forwards
 from redline.schedule import comparison, create_schedule
 from redline.schedule.liger import replace_modules
 from triton.language.extra import libdevice
