@@ -22,7 +22,7 @@ _COMMANDS = {
     "space": "Show the search space of a model on the available devices.",
     "estimate": "Predict the best configurations of a model on any hardware.",
     "check": "Predict whether another trainer's file or command fits, and how fast it is.",
-    "show": "Show a run, its winner and its trials, or compare runs.",
+    "show": "Show a run, its winner and its trials.",
     "export": "Write a run's winner for the framework you train with.",
     "report": "Write a run as an HTML page.",
     "dashboard": "Serve a page over all runs in a folder.",

@@ -118,7 +118,7 @@ class Result:
         }
 
     def _repr_html_(self) -> str:
-        from ..views.notebook import html
+        from ..views.show import html
 
         return html(self.all_trials, reason=self.why)
 

@@ -1,1 +1,1 @@
-"""The views of a run: the report, the dashboard, notebooks, `show` and `compare`."""
+"""The views of a run: the report, the dashboard, notebooks and `show`."""

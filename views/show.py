@@ -1,8 +1,9 @@
-"""Output of a run in a terminal."""
+"""Output of a run in a terminal, and in a notebook."""
 
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..results import listing, summary
@@ -33,6 +34,8 @@ EMULATED = "emulated, some ranks ran alone on one device"
 TOP = listing.Selection(top=20)
 """The trials that are shown unless others are selected."""
 _SHOWN_REASON = 300  # characters
+ROWS = 10
+"""Largest number of trials in the table of a notebook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,3 +277,28 @@ def _write(trials: Sequence[Trial], columns: Sequence[Column], console: "Console
             content = column.name if i < 0 else column.cells[i]
             texts.append(content.rjust(width) if column.side == "right" else content.ljust(width))
         console.print(Text("  ".join(texts).rstrip()), soft_wrap=True)
+
+
+def html(trials: Sequence[Trial], *, reason: str = "") -> str:
+    """Returns the winner and the leaders for a notebook. Everything that comes from a trial is escaped.
+
+    Args:
+        trials: the trials.
+        reason: why there is no winner; empty for the reason by the trials.
+    """
+    lines = _outcome(trials)
+    if summary.best(trials) is None:
+        lines = [f"no winner, so best is None: {fold(reason) or lines[1]}", lines[0]]
+    picked, cut_off = listing.select(trials, listing.Selection(top=ROWS))
+    outcome, knobs, common = _columns(picked)
+    if common:
+        lines.append("the same in all: " + ", ".join(common))
+    columns = [*outcome, *knobs] if picked else []
+    head = "".join(f"<th>{escape(column.name)}</th>" for column in columns)
+    rows = zip(*(column.cells for column in columns), strict=True)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(content)}</td>' for content in row)}</tr>" for row in rows)
+    more = f"<p>{cut_off} more in .trials</p>" if cut_off else ""
+    return (
+        f"<div><p>{'<br/>'.join(map(escape, lines))}</p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}</div>"
+    )

@@ -39,12 +39,12 @@ def test_every_script_of_the_package_is_in_a_page():
 
 def test_every_figure_has_a_text_for_screen_readers(tab, made):
     tab.goto(made.as_uri())
-    tab.locator("#timeline svg.chart").wait_for()
+    tab.locator("#predicted svg.chart").wait_for()
     labels = tab.evaluate(
         "[...document.querySelectorAll('figure svg.chart')].map((each) => [each.getAttribute('role'), each.getAttribute('aria-label')])"
     )
     assert (
-        len(labels) >= 10
+        len(labels) >= 9
         and len({label for _, label in labels}) == len(labels)
         and all(len(label or "") > 10 for _, label in labels)
     )

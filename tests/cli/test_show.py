@@ -65,24 +65,8 @@ def test_bad_input_of_show_is_named(capsys, folder, arguments, message):
     assert code == 2 and message in err and out == ""
 
 
-def test_compare_prints_both_and_the_verdict(capsys, folder, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    code, out, _ = run(capsys, "show", "a", "a")
-    assert code == 0
-    assert "a against a: 0.0% faster; no spread was recorded" in out
-    assert "tokens/s" in out and "micro_batch" in out
-    code, out, _ = run(capsys, "show", "a", "a", "--format", "csv")
-    assert out.splitlines()[:2] == [",a,a", "micro_batch,4,4"]
-    code, out, _ = run(capsys, "show", "a", "a", "--format", "json")
-    assert json.loads(out)["differences"] == [
-        {"ratio": 1.0, "p": None, "words": "0.0% faster; no spread was recorded, so it may be noise"}
-    ]
-
-
-def test_compare_needs_two_runs_that_are_there(capsys, folder):
+def test_runs_are_compared_by_the_dashboard(capsys, folder):
     code, _, err = run(capsys, "compare", folder)
-    assert code == 2 and "compare was removed: `redline show RUN RUN...` compares runs" in err
-    code, _, err = run(capsys, "show", folder, folder, "--top", "3")
-    assert code == 2 and "--top, --status, --sort, --columns and --storage are for one run" in err
-    code, _, err = run(capsys, "show", folder, folder.parent / "none")
-    assert code == 2 and "there is no folder" in err
+    assert code == 2 and "compare was removed: `redline dashboard DIR` overlays the runs that are selected" in err
+    code, _, err = run(capsys, "show", folder, folder)
+    assert code == 2 and "unexpected extra argument" in err

@@ -21,7 +21,6 @@ from redline.errors import RedlineError
 from redline.results import View
 from redline.views.dashboard.library import Library
 from redline.views.report import Source
-from redline.views.compare import compare
 from redline.frameworks import render
 
 def spent():
@@ -41,7 +40,6 @@ run, whole = Path(sys.argv[1]), Path(sys.argv[2])
 ways = {
     "view": lambda path: View(path),
     "source": lambda path: Source.read(path),
-    "compare": lambda path: compare([View(whole), View(path)]),
     "dashboard": lambda path: Library(path.parent).lines(),
 }
 for way in ways.values():

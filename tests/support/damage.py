@@ -12,7 +12,6 @@ from redline.base.errors import RedlineError
 from redline.frameworks import export_targets, render
 from redline.results import Measurement, RankReport, RunFolder, Status, View, listing
 from redline.results.probe import Computed, Probe
-from redline.views.compare import compare
 from redline.views.dashboard.library import Library
 from redline.views.report import Source, document, page
 from redline.views.report.page import exports
@@ -179,12 +178,6 @@ def read_everything(folder: Path, whole: Path) -> list[str]:
         for form in ("csv", "json", "markdown"):
             attempt(form, lambda form=form: listing.write(trials, columns, form).encode())
         attempt("sorted", lambda: listing.select(trials, listing.Selection(sort="-throughput")))
-        other = attempt("compare", lambda: View(whole))
-        for sides in ((view, other), (other, view)):
-            found = attempt("compare", lambda sides=sides: compare(sides))
-            if found is not None:
-                found.to_json()
-                listing.write_rows(["", "a", "b"], found.rows(), "csv")
         if trials:
             for target in export_targets():
                 for trial in (trials[0], trials[-1]):

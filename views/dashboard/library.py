@@ -1,13 +1,11 @@
-"""Cache of the runs below a folder for the pages: a run is read again when its files change."""
+"""The runs below a folder for the pages: a run is read again when its files change."""
 
+import hashlib
 import itertools
 import math
 import os
 import threading
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,32 +31,10 @@ from ...results.names import (
 from ..report import Source, document, words
 from ..report.page import as_json
 
-DOCUMENTS = 8
-"""Largest number of runs whose whole document is cached. For the others only the line in the list is cached."""
-
 SPARKS = 48
 """Largest number of points of a sparkline."""
 
 _FILES = (LEDGER, RUN, BEST, ".lock")
-
-
-@dataclass(slots=True)
-class _Entry:
-    """The cached state of a run."""
-
-    signature: tuple[Any, ...]
-    line: dict[str, Any]
-    reads: int
-    """Number of this reading, counted over all runs; part of the version that pages send."""
-
-
-@dataclass(slots=True)
-class _Page:
-    """A run as its page shows it, and the reading that it shows."""
-
-    reads: int
-    source: Source
-    document: dict[str, Any]
 
 
 class Library:
@@ -77,14 +53,9 @@ class Library:
         self.root = Path(root).resolve()
         self._ids: list[str] = []
         self._listed_until = float("-inf")
-        self._entries: dict[str, _Entry] = {}
-        self._pages: OrderedDict[str, _Page] = OrderedDict()
-        self._lock = threading.RLock()
-        # A run is read by one thread at a time, so that no two readings get the same number.
-        self._reading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
-        self._counter = itertools.count(1)
-        # The version contains the start of this process, so that a page that is older requests everything again.
-        self._epoch = f"{os.getpid():x}-{time.time_ns():x}"
+        self._lock = threading.Lock()
+        self._lines: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        """The line of each run in the list, with the signature that it was read at."""
 
     def ids(self) -> list[str]:
         """Returns the runs, as paths below the root."""
@@ -94,9 +65,6 @@ class Library:
                 self._ids = find_folders(self.root)
                 took = time.monotonic() - begin
                 self._listed_until = begin + took + max(DISCOVERY_SECONDS, 10 * took)
-            for gone in self._entries.keys() - set(self._ids):
-                del self._entries[gone]
-                self._pages.pop(gone, None)
             return list(self._ids)
 
     def folder(self, run: str) -> Path:
@@ -111,13 +79,19 @@ class Library:
 
     def lines(self) -> list[dict[str, Any]]:
         """Returns one line for each run, the running ones first and then those that changed last."""
-        lines = []
+        lines = {}
         for run in self.ids():
             try:
-                lines.append(self._entry(run).line)
+                signature = _signature(self.folder(run))  # before the files: a change in between is then read next time
+                line = self._lines.get(run)
+                if line is None or line[0] != signature:
+                    line = signature, _line(run, self.source(run), signature)
+                lines[run] = line
             except NotFound:  # deleted since the folders were listed
                 continue
-        return sorted(lines, key=lambda line: (line["state"] != RUNNING, -line["changed"], line["run"]))
+        self._lines = lines
+        contents = [line for _, line in lines.values()]
+        return sorted(contents, key=lambda line: (line["state"] != RUNNING, -line["changed"], line["run"]))
 
     def source(self, run: str) -> Source:
         """Returns the files of a run as they are now.
@@ -125,7 +99,7 @@ class Library:
         Raises:
             NotFound: the run does not exist.
         """
-        return self._page(run).source
+        return _read(run, self.folder(run))
 
     def trial(self, run: str, number: int) -> Trial:
         """Returns a trial of a run.
@@ -144,39 +118,10 @@ class Library:
         Raises:
             NotFound: the run does not exist.
         """
-        if have == f"{self._epoch}.{self._entry(run).reads}":
+        version = hashlib.sha256(repr(_signature(self.folder(run))).encode()).hexdigest()[:16]
+        if have == version:
             return None
-        page = self._page(run)
-        return {"version": f"{self._epoch}.{page.reads}", "run": run, "document": page.document}
-
-    # -- reading ---------------------------------------------------------------------------------------------
-
-    def _entry(self, run: str) -> _Entry:
-        """Returns the cached entry of a run, read again if its files have changed."""
-        folder = self.folder(run)
-        with self._reading[run]:
-            signature = _signature(folder)  # before the files: a change in between is then read next time
-            entry = self._entries.get(run)
-            if entry is None or entry.signature != signature:
-                line = _line(run, _read(run, folder), signature)
-                entry = _Entry(signature, line, next(self._counter))
-                with self._lock:
-                    self._entries[run] = entry
-            return entry
-
-    def _page(self, run: str) -> _Page:
-        with self._reading[run]:
-            reads = self._entry(run).reads
-            with self._lock:
-                page = self._pages.pop(run, None)
-            if page is None or page.reads != reads:
-                source = _read(run, self.folder(run))
-                page = _Page(reads, source, document(source))
-            with self._lock:
-                self._pages[run] = page
-                while len(self._pages) > DOCUMENTS:
-                    self._pages.popitem(last=False)
-            return page
+        return {"version": version, "run": run, "document": document(self.source(run))}
 
 
 def _read(run: str, folder: Path) -> Source:
@@ -258,27 +203,13 @@ def find_folders(root: Path) -> list[str]:
     A run has a run.yaml, study.log or trials.csv that is a regular file. Links are not followed; hidden and unreadable
     folders are skipped, and the large ones of a training.
     """
-    return sorted(_walk(root))
-
-
-def _walk(root: Path) -> Iterator[str]:
-    """Yields the folders that contain a run."""
-    todo = [("", 0)]
-    seen = 0
-    while todo and seen < MOST_FOLDERS:
-        relative, depth = todo.pop()
-        seen += 1
-        try:
-            entries = list(os.scandir(root / relative))
-        except OSError:  # removed in the meantime, or not readable
-            continue
-        files = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
-        if files & _OF_RUNS:
-            yield relative or "."
-        never = _NEVER | {CHECKPOINTS, DATA} if DOCUMENT in files else _NEVER
-        if depth < DEEPEST:
-            todo += [
-                (f"{relative}/{entry.name}" if relative else entry.name, depth + 1)
-                for entry in entries
-                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".") and entry.name not in never
-            ]
+    runs = []
+    for folder, folders, files in itertools.islice(os.walk(root), MOST_FOLDERS):
+        relative = os.path.relpath(folder, root)
+        regular = {name for name in {*_OF_RUNS, DOCUMENT} & {*files} if not os.path.islink(os.path.join(folder, name))}
+        if regular & _OF_RUNS:
+            runs.append(relative)
+        never = _NEVER | {CHECKPOINTS, DATA} if DOCUMENT in regular else _NEVER
+        depth = 0 if relative == "." else relative.count("/") + 1
+        folders[:] = [name for name in folders if depth < DEEPEST and name[0] != "." and name not in never]
+    return sorted(runs)

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
@@ -351,18 +352,16 @@ def make_app(library: Library) -> Any:
     @app.get("/log")
     def whole_log(run: str, trial: int) -> Response:
         name = library.trial(run, trial).measured.log
-        opened = open_inside(library.folder(run), name)
+        stack = ExitStack()
         try:
-            file = opened.__enter__()
+            file = stack.enter_context(open_inside(library.folder(run), name))
         except OSError as error:
             return PlainTextResponse(f"The log cannot be read: {error.strerror or error}.", status_code=404)
 
         def chunks() -> Any:
-            try:
+            with stack:
                 while data := file.read(1 << 18):
                     yield data
-            finally:
-                opened.__exit__(None, None, None)
 
         return StreamingResponse(
             chunks(), media_type="text/plain; charset=utf-8", headers=attachment(f"trial-{trial}.log")

@@ -14,9 +14,6 @@ from ...results import summary
 from ...results.columns import fold
 from ...results.measurement import Status, Trial
 
-MOST_LANES = 64
-"""Devices up to which a timeline draws one lane for each; above it has one lane for each trial."""
-
 RAN = (Status.OK, Status.OOM, Status.TIMEOUT, Status.CRASH, Status.WRONG)
 """Statuses of trials that used device time."""
 
@@ -157,49 +154,6 @@ def _spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
 
     correlation = float(pandas.DataFrame(pairs).rank().corr().iloc[0, 1])  # NaN if one side is constant
     return None if math.isnan(correlation) else correlation
-
-
-def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
-    """Returns the times of the trials: `items` of [trial, first lane, lanes, start, end], s from the first start.
-
-    A lane is a device; it is a trial where all trials use the same number of devices, or where more than `MOST_LANES`
-    lanes would be needed (see `of`). Which devices a trial used is not recorded: each is drawn on the lowest
-    lanes that are free at its start. None if no trial recorded its start.
-    """
-    spans = [(*trial.measured.span, trial) for trial in trials if trial.measured.span is not None]
-    if not spans:
-        return None
-    spans.sort(key=lambda timed: (timed[0], timed[2].number))
-    origin = spans[0][0]
-    ran = [(begin - origin, end - origin, trial.number) for begin, end, trial in spans]
-    widths = [max(int(trial.measured.devices or 1), 1) for _, _, trial in spans]
-    same_width = len(set(widths)) == 1 and widths[0] > 1
-    by_device = None if same_width else _placed(ran, widths, MOST_LANES)
-    laid = by_device or _placed(ran, [1] * len(ran), len(ran))
-    assert laid is not None, "as many lanes as trials are enough"
-    items, count = laid
-    return {"lanes": count, "of": "devices" if by_device else "trials", "origin": origin, "items": items}
-
-
-def _placed(
-    ran: Sequence[tuple[float, float, int]], widths: Sequence[int], most: int
-) -> tuple[list[list[Any]], int] | None:
-    """Returns the trials, given begin, end and number of each, placed on lanes, and the number of lanes.
-
-    None if more than `most` lanes are needed.
-    """
-    busy: list[float] = []
-    items = []
-    for (begin, end, number), width in zip(ran, widths):
-        # The end of a trial and the start of the next one come from different clocks.
-        free = [until <= begin + 0.02 for until in busy]
-        lowest_lane = next((lane for lane in range(len(busy)) if all(free[lane : lane + width])), len(busy))
-        if lowest_lane + width > most:
-            return None
-        busy += [0.0] * (lowest_lane + width - len(busy))
-        busy[lowest_lane : lowest_lane + width] = [end] * width
-        items.append([number, lowest_lane, width, round(begin, 3), round(end, 3)])
-    return items, len(busy)
 
 
 LINES = 12

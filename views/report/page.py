@@ -52,8 +52,6 @@ def document(source: Source) -> dict[str, Any]:
         "headline": analysis.headline(trials),
         "frontier": analysis.frontier(trials),
         "predictions": analysis.predictions(trials),
-        "timeline": analysis.lanes(trials),
-        "seconds_again": (source.best or {}).get("seconds_again"),
         "effects": effects(trials, free),
         "failures": failures(trials, source.folder),
         "exports": exports(source),
@@ -128,7 +126,7 @@ DRAWING = (
 
 SCRIPTS = (
     *DRAWING, "status", "copy", "rows", "details", "headline", "charts/trials", "charts/progress",
-    "charts/memory", "charts/parallel", "charts/effects", "charts/predicted", "charts/timeline",
+    "charts/memory", "charts/parallel", "charts/effects", "charts/predicted",
     "failures", "filter", "table", "space", "environment", "run",
 )  # fmt: skip
 """The scripts that show a run, in the order of their dependencies; the dashboard uses the same."""

@@ -15,4 +15,4 @@ function title(run, ...more) {
 }
 
 // The figures; each returns a section, or null for a run without its data.
-const FIGURES = [progress, throughputOverMemory, parallel, effects, predicted, timeline];
+const FIGURES = [progress, throughputOverMemory, parallel, effects, predicted];
