@@ -77,7 +77,7 @@ class GpuUse:
     """As in `CUDA_VISIBLE_DEVICES`."""
     total_mib: float
     used_mib: float
-    """Excludes memory that the driver reserves for itself, if NVML reports it."""
+    """Excludes memory that the driver reserves for itself."""
 
 
 def gpu_use(names: Sequence[str] = ()) -> list[GpuUse]:
@@ -100,12 +100,7 @@ def gpu_use(names: Sequence[str] = ()) -> list[GpuUse]:
 
 
 def _use(nvml: Any, name: str, handle: Any) -> GpuUse:
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except nvml.NVMLError as error:
-        if error.value not in (_NOT_SUPPORTED, _NO_FUNCTION):
-            raise
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     return GpuUse(name=name, total_mib=memory.total / MIB, used_mib=memory.used / MIB)
 
 
@@ -242,9 +237,7 @@ def _with_uuid(nvml: Any, present: list[_Present], entry: str) -> tuple[Any, Any
         if entry.startswith("GPU-") and gpu.uuid.startswith(entry):
             pairs.append((gpu.handle, None) if gpu.instances is None else (next(iter(gpu.instances), None), gpu.handle))
         for mig in gpu.instances or () if entry.startswith("MIG-") else ():
-            # Before driver 470 the UUID of an instance was that of its GPU and two numbers.
-            ids = nvml.nvmlDeviceGetGpuInstanceId(mig), nvml.nvmlDeviceGetComputeInstanceId(mig)
-            if _text(nvml.nvmlDeviceGetUUID(mig)).startswith(entry) or entry == f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}":
+            if _text(nvml.nvmlDeviceGetUUID(mig)).startswith(entry):
                 pairs.append((mig, gpu.handle))
     return pairs[0] if len(pairs) == 1 else None
 

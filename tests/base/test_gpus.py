@@ -69,8 +69,6 @@ def machine(monkeypatch):
         nvml("nvmlDeviceGetMigMode", mode)
         nvml("nvmlDeviceGetMaxMigDeviceCount", lambda gpu: 7)
         nvml("nvmlDeviceGetMigDeviceHandleByIndex", instance)
-        nvml("nvmlDeviceGetGpuInstanceId", lambda each: 1 + each.parent.instances.index(each))
-        nvml("nvmlDeviceGetComputeInstanceId", lambda each: 0)
         if setting is None:
             monkeypatch.delenv(gpus.VARIABLE, raising=False)
         else:
@@ -138,7 +136,6 @@ def test_a_setting_that_names_no_gpu_is_an_error_and_not_the_cpu(machine, settin
         ("2,0", ["2"], 80),
         ("MIG-aa22", ["MIG-aa22"], 20),
         ("MIG-aa22,MIG-aa11", ["MIG-aa22"], 20),
-        ("MIG-GPU-00/2/0", ["MIG-GPU-00/2/0"], 20),
         ("GPU-00", ["GPU-00"], 10),
     ],
 )

@@ -70,12 +70,10 @@ def test_memory_that_does_not_come_back_is_another_s_and_waited_for_once(tmp_pat
 def nvml(monkeypatch):
     """Two GPUs of 80,000 MiB with this much memory in use; the driver reserves 500 MiB."""
 
-    def made(first, second, versioned=True):
+    def made(first, second):
         held = {"first": first, "second": second}
 
         def memory(handle, version=None):
-            if version is not None and not versioned:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
             return SimpleNamespace(total=80_000 * MIB, used=(held[handle] + (0 if version else 500)) * MIB)
 
         def no_mig(handle):
@@ -102,8 +100,6 @@ def test_nvml_tells_what_is_used_of_the_gpus_that_are_named(nvml, monkeypatch):
     assert [each.used_mib for each in gpu_use(("GPU-second",))] == [9000]
     monkeypatch.setenv(gpus.VARIABLE, "1")
     assert [each.name for each in gpu_use()] == ["1"]
-    nvml(100, 9000, versioned=False)  # a driver that includes its own memory
-    assert [each.used_mib for each in gpu_use(("1",))] == [9500]
 
 
 @pytest.mark.parametrize(("listed", "held"), [([SimpleNamespace(pid=7, usedGpuMemory=300 * MIB)], 300), ([], 4000)])
