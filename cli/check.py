@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..estimator.check import Check
     from ..estimator.estimate import Estimate
-    from ..estimator.faster import Faster
+    from ..estimator.predictor import Faster
 
 SHOWN = 12
 """Settings that a line names at most."""

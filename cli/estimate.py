@@ -72,8 +72,8 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     memory and time. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
     from ..base.collection import without_collection
-    from ..estimator.advice import Change, helpful
     from ..estimator.document import estimate_document, plan_file
+    from ..estimator.plans import Change, helpful
     from ..estimator.request import estimate_request
     from ..tuner.first_trial import first_trial
     from . import estimate_text

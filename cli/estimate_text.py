@@ -9,9 +9,9 @@ from ..knobs.strategy import STANDARD
 from ..knobs.text import config_text
 
 if TYPE_CHECKING:
-    from ..estimator.advice import Change
     from ..estimator.document import EstimateDocument
     from ..estimator.estimate import Estimate
+    from ..estimator.plans import Change
     from ..estimator.survey import Ranked, Survey
 
 
@@ -54,7 +54,7 @@ def body(
 
     Args:
         document: the estimate.
-        explain: True adds the terms of memory and time of every configuration, and why the others were excluded.
+        explain: True adds the terms of memory and time of every configuration.
         width: columns.
         then: commands to run next.
         advice: changes that make something fit, if nothing does.
@@ -80,7 +80,7 @@ def body(
             if ranked_plan is ranked[0]:
                 lines += _wrapped(f"fullest rank: {document.fullest}", "  ", width)
     if document.survey is not None:
-        lines += ["", *_survey_lines(document.survey, explain, width)]
+        lines += ["", *_survey_lines(document.survey, width)]
     if document.layerwise is not None:
         lines += ["", *document.layerwise.lines()]
     if ranked is document.ranked and document.request.framework.name != "redline":
@@ -104,18 +104,15 @@ def _assumed(document: "EstimateDocument") -> str:
     return f"assumed of {document.request.framework.name}: {'; '.join(document.request.framework.facts)}"
 
 
-def _survey_lines(survey: "Survey", explain: bool, width: int) -> list[str]:
-    """Returns the number of predicted configurations, and why others were excluded."""
+def _survey_lines(survey: "Survey", width: int) -> list[str]:
+    """Returns the number of predicted configurations, and the share of them that fits."""
     share = 100 * survey.fitting / max(1, survey.predicted)
     sampled = ""
     if survey.valid is None:
         sampled = ", drawn from more than can be counted,"
     elif survey.predicted < survey.valid:
         sampled = f", drawn from {survey.valid:,} valid ones,"
-    lines = _wrapped(f"{share:.0f} % of {survey.predicted:,} configurations{sampled} are predicted to fit", "", width)
-    if explain:
-        lines += [f"  {count:>9,}  {reason}" for reason, count in survey.out.items()]
-    return lines
+    return _wrapped(f"{share:.0f} % of {survey.predicted:,} configurations{sampled} are predicted to fit", "", width)
 
 
 def _table(document: "EstimateDocument", width: int) -> list[str]:

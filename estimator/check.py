@@ -22,14 +22,20 @@ from .estimator import Estimator
 from .facts.derived import PartlyTrained
 from .facts.model_facts import FactsSource
 from .facts.traced import TracedFacts
-from .faster import Faster, faster_configurations
 from .hardware import Hardware, find_hardware
-from .predictor import Predictor
+from .predictor import Faster, Predictor, faster_configurations
 from .resolved_cache import CachedFacts, ResolvedModel, key_of_model, load, resolved_model, store
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
 from .trainers import Trainer, assumed, built, find_trainer, trainer_of
 
+_OPTIONS = {
+    "devices": "--devices N",
+    "model": "--model MODEL",
+    "seq_len": "--seq-len N",
+    "global_batch": "--global-batch N",
+}
+"""Options that give facts beside the file."""
 SPARE = 0.95
 """Chance to fit from which memory counts as spare."""
 _LINKS = {
@@ -150,17 +156,11 @@ def check(
         and "dp" not in trainer.config
     ):
         notes.append(f"the file starts {trainer.devices} ranks; the estimate is for {devices} devices, as asked")
-    given_facts = {"model": model, "devices": devices, "seq_len": seq_len, "global_batch": global_batch}
+    given_facts = {"devices": devices, "model": model, "seq_len": seq_len, "global_batch": global_batch}
+    given_facts = {name: value for name, value in given_facts.items() if value is not None}
     trainer = trainer.beside({name: _valid(name, value) for name, value in (knobs or {}).items()}, global_batch)
     asked_for = {f"--fix {name}=N" for name in trainer.given}
-    for option, value in (
-        ("--devices N", devices),
-        ("--model MODEL", model),
-        ("--seq-len N", seq_len),
-        ("--global-batch N", global_batch),
-    ):
-        if value is not None:
-            asked_for.add(option)
+    asked_for |= {_OPTIONS[name] for name in given_facts}
     unset = {option: written for option, written in trainer.unset.items() if option not in asked_for}
     absent = {
         "--devices N": devices is None and trainer.devices is None,
@@ -200,14 +200,11 @@ def check(
         )
     findings = [*notes, *_findings(predictor, estimate, machine, faster)]
     conventions = predictor.conventions(trainer.config)
-    parameters = _parameters(predictor.estimator)
-    kind = (resolved.trains.get("workload") or {}).get("class") or (resolved.shape.get("family") or "")
-    words = (
-        f"{resolved.name} ({kind}), {parameters:,} parameters"
-        if kind
-        else f"{resolved.name}, {parameters:,} parameters"
-    )
-    sample = (resolved.trains.get("workload") or {}).get("sample")
+    parameters = next(iter(predictor.estimator._facts.values())).parameters
+    workload = resolved.trains.get("workload") or {}
+    kind = workload.get("class") or resolved.shape.get("family")
+    words = f"{resolved.name}{f' ({kind})' if kind else ''}, {parameters:,} parameters"
+    sample = workload.get("sample")
     return Check(
         trainer=replace(trainer, conventions=conventions),
         model=resolved.name,
@@ -226,7 +223,7 @@ def check(
             conventions,
             words,
             machine.name,
-            {name: value for name, value in given_facts.items() if value is not None},
+            given_facts,
             resolved.seq_len,
             assume or {},
         ),
@@ -261,10 +258,6 @@ def _valid(knob: str, value: Any) -> Any:
     if knob not in STANDARD:
         raise UsageError(unknown("knob", knob, STANDARD))
     return checked(knob, value)
-
-
-def _parameters(estimator: Estimator) -> int:
-    return next(iter(estimator._facts.values())).parameters
 
 
 def _model(

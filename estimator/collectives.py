@@ -1,13 +1,17 @@
-"""Time of collectives: rings by latency and bandwidth, and trees of nodes.
+"""Time of collectives: rings by latency and bandwidth, trees of nodes, and rows that are sent to experts.
 
-Sources: Thakur et al. 2005; Sanders et al. 2009.
+Notation of `Rows`: K experts of a token. Notation of `Wire`: n ranks of a group; b bytes: those of all ranks together for an
+all-gather or reduce-scatter, otherwise those that one rank sends.
+
+Sources: Thakur et al. 2005; Sanders et al. 2009; exchanges of rows, Lepikhin et al., GShard, arXiv:2006.16668, section 3.2.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from .constants import Constants
+from .constants import CPU, Constants
 from .hardware import Hardware
 
 
@@ -90,3 +94,97 @@ def group(
         latency=(size - 1) * np.where(crosses, far, near),
         tree=2 * (depth * far + (local - 1) * near),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Ranks that send rows to each other's experts. Arrays of length n."""
+
+    near: np.ndarray
+    """Bandwidth of a rank to ranks on its node, bytes/s."""
+    far: np.ndarray
+    """Bandwidth of a rank to all other ranks, bytes/s: it sends to each directly, over its own share of the network."""
+    local: np.ndarray
+    """Ranks of the group on a node."""
+    group: Group
+
+    @classmethod
+    def of(cls, group: Group, stride: np.ndarray, hardware: Hardware, constants: Constants) -> "Rows":
+        """Rows of a group of ranks that are `stride` apart."""
+        size = len(stride)
+        inside, outside = rates(hardware, constants)
+        local = np.clip(hardware.devices_per_node // np.maximum(stride, 1), 1, group.size)
+        return cls(near=np.full(size, inside), far=np.full(size, min(outside, inside)), local=local, group=group)
+
+    def seconds(
+        self, total: np.ndarray, fixed: float, equal: "np.ndarray | bool" = False, copies: float = 0.0
+    ) -> np.ndarray:
+        """Seconds of one exchange in which a rank sends `total` bytes, evenly to all ranks including itself; both directions run
+        at once.
+
+        Args:
+            equal: True where the sizes are known beforehand.
+            copies: K, the rows of a token, if one is sent to each node and distributed there; 0 if each is sent by itself.
+                K even choices among N nodes meet N (1 - (1 - 1 / N)^K) of them.
+        """
+        ranks = self.group.size
+        near, far = total * (self.local - 1) / ranks / self.near, total * (ranks - self.local) / ranks / self.far
+        if copies:
+            nodes = ranks / self.local
+            far = far * nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+        # Unless they are known, the row counts are sent first, and the host waits for them.
+        ahead = np.where(equal, 1, 2) * fixed + self.group.latency / np.maximum(ranks - 1, 1)
+        return np.where((ranks > 1) & (total > 0), ahead + np.maximum(near, far), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """Prices communications on hardware."""
+
+    hardware: Hardware
+    devices: int
+    """Devices of the training."""
+    constants: Constants = field(default_factory=Constants)
+
+    @staticmethod
+    def on(hardware: Hardware, devices: int) -> "Wire":
+        """Prices with the constants of redline's own training on that hardware."""
+        constants = CPU if hardware.kind == "cpu" else Constants()
+        return Wire(hardware=hardware, devices=devices, constants=constants)
+
+    def price(self, kind: str, num_bytes: int, ranks: Sequence[int]) -> float:
+        """Time of a communication once all its ranks have reached it, s.
+
+        Args:
+            kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`, `reduce`, `send`, `barrier` or
+                `receive`, which costs as much as `send`.
+            num_bytes: b.
+            ranks: global ranks of the group, or the two ends of a send or receive.
+        """
+        if len(ranks) < 2:
+            return 0.0
+        kind = "send" if kind == "receive" else kind
+        over = self._group(ranks)
+        total, fixed = np.array([float(num_bytes)]), self.constants.collective_us * 1e-6
+        n = len(ranks)
+        if kind == "all-reduce":
+            return float(over.reduce(total, fixed)[0])
+        if kind in ("all-gather", "reduce-scatter"):
+            return float(over.gather(total, fixed)[0])
+        rate, latency = float(over.bandwidth[0]), float(over.latency[0])
+        if kind == "send":
+            return self.constants.hop_ms * 1e-3 + latency + num_bytes / rate
+        if kind == "all-to-all":
+            # Each rank keeps its own piece.
+            return fixed + latency + num_bytes * (n - 1) / n / rate
+        # A broadcast or a reduction is a chain of pieces; each link carries all bytes once.
+        return fixed + latency + num_bytes / rate
+
+    @property
+    def log_std(self) -> float:
+        """Standard deviation of the logarithm of a price."""
+        return self.constants.link_std
+
+    def _group(self, ranks: Sequence[int]) -> Group:
+        size, stride = len(ranks), max(1, abs(ranks[1] - ranks[0]))
+        return group(np.array([size]), np.array([stride]), np.array([self.devices]), self.hardware, self.constants)

@@ -168,8 +168,6 @@ CPU = Constants(
     limited_rate=1.0,
     attention_efficiency=0.35,
     # Caches are close, and a launch is a function call.
-    half_rows=20.0,
-    half_width=16.0,
     tile_rows=40.0,
     bandwidth_efficiency=0.2,
     launch_us=20.0,

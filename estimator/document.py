@@ -1,9 +1,12 @@
-"""Results of `redline estimate`: configurations with their predictions, as data."""
+"""Results of `redline estimate`: configurations with their predictions and their fullest rank, as data."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
+
+import numpy as np
 
 from ..base.errors import UsageError
 from ..knobs.lossy import lossy_in, lossy_values
@@ -13,12 +16,93 @@ from ..space import Config, Space
 from .estimate import Estimate
 from .estimator import Estimator
 from .facts.model_facts import ModelFacts
-from .fullest import FullestRank, fullest_rank
-from .knob_arrays import knob_arrays
+from .knob_arrays import KnobArrays, knob_arrays
 from .layerwise import Layerwise, followed, further_items, refine, relatives
-from .plans import Plan, choose, rows
+from .memory import of_stages
+from .plans import Plan, choose
+from .rank import imbalance
 from .request import EstimateRequest
+from .stages import Stage, in_flight, staged
 from .survey import Ranked, Survey, checked_config, device_of
+
+NOTICED = 0.01
+"""Smallest difference between ranks that is stated, as a share of the peak."""
+_OF_MICRO_BATCHES = ("activations", "checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullestRank:
+    """The pipeline rank with the most memory."""
+
+    rank: int
+    """Its place in the pipeline, from 0."""
+    pp: int
+    """Ranks of the pipeline."""
+    mib: float
+    """Its peak, MiB."""
+    least_mib: float
+    """Peak of the pipeline rank with the least memory, MiB."""
+    reasons: tuple[str, ...]
+    """Terms of which it has more than that rank, and than its own replicas; empty if all ranks are equal."""
+
+    def __str__(self) -> str:
+        if not self.reasons:
+            return "all ranks alike"
+        place = [f"pipeline rank {self.rank} of {self.pp}"] if self.least_mib < (1 - NOTICED) * self.mib else []
+        return ", ".join([*place, *self.reasons])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"rank": self.rank, "pp": self.pp, "mib": self.mib, "least_mib": self.least_mib, "why": str(self)}
+
+
+def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank:
+    """The fullest rank of a configuration, by predictions that trials do not correct.
+
+    Ranks of different stages differ in their blocks, in the parts outside blocks, and in the micro-batches that they hold. Ranks
+    that share experts differ in the rows that their experts get.
+    """
+    setup, constants = estimator.training, estimator.constants
+    cols = knob_arrays([config], setup)
+    facts = estimator.trained_facts(next(cols.variants())[0])
+    split, _ = next(cols.splits())
+    cut = staged(facts, split, setup.balance, cols)
+    groups, stages = [groups for groups, _ in cut], [stage for _, stage in cut]
+    peaks = of_stages(groups, facts, setup, constants)
+    sums = [float(reduce(np.add, terms.values())[0]) for terms in peaks]
+    most, least = int(np.argmax(sums)), int(np.argmin(sums))
+    reasons: list[str] = []
+    if sums[least] < (1 - NOTICED) * sums[most]:
+        excess = {name: float(value[0] - peaks[least][name][0]) for name, value in peaks[most].items()}
+        (name, extra), *_ = sorted(excess.items(), key=lambda item: -item[1])
+        reasons.append(
+            f"{extra / 1024:.1f} GiB more {name} than the emptiest "
+            f"{_reason_for(name, stages[most], stages[least], split.pp, cols)}"
+        )
+    if (ep := int(cols.ep[0])) > 1 and facts.experts:
+        even = of_stages(groups, facts, setup, constants.replace(expert_spread=0.0))[most]
+        extra = sums[most] - float(reduce(np.add, even.values())[0])
+        share = float(imbalance(max(facts.experts), np.array([ep]), constants)[0]) - 1
+        reasons.append(
+            f"{extra / 1024:.1f} GiB as the one of {ep} ranks whose experts get the most rows, {100 * share:.0f} % above the mean"
+        )
+    return FullestRank(
+        rank=int(stages[most].ranks[0]), pp=split.pp, mib=sums[most], least_mib=sums[least], reasons=tuple(reasons)
+    )
+
+
+def _reason_for(name: str, most: Stage, least: Stage, pp: int, cols: KnobArrays) -> str:
+    """Why one stage has more of a term than another."""
+    if name in _OF_MICRO_BATCHES:
+        held, held_by_least = (float(in_flight(stage.ranks[0], pp, cols)[0]) for stage in (most, least))
+        if held != held_by_least:
+            return f"since it holds {held:g} micro-batches at once instead of {held_by_least:g}"
+    ends = [part.name for part in most.ends if part not in least.ends and part.role != "norm"]
+    if most.count != least.count:
+        return f"since it has {most.count} blocks instead of {least.count}"
+    return (
+        f"since it has the {' and '.join(ends)}" if ends else "since its blocks are treated unlike those of the other"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +118,7 @@ class EstimateDocument:
     """The model's facts, in the variant of the first configuration."""
     layerwise: Layerwise | None = None
     """The winner refined block by block, if requested."""
-    plans: tuple[Plan, ...] = ()
+    plans: Sequence[Plan] = ()
     """The distinct plans to choose among, `ranked` included; empty if one configuration was requested."""
     baseline: Ranked | None = None
     """The configuration that a user would run without tuning; None if one configuration was requested."""
@@ -64,7 +148,6 @@ class EstimateDocument:
                 "valid": self.survey.valid,
                 "predicted": self.survey.predicted,
                 "fitting": self.survey.fitting,
-                "ruled_out": dict(self.survey.out),
             }
         if self.survey is not None and self.survey.best_exact is not None:
             document["best_exact"] = entry(self.survey.best_exact, self.request.devices)
@@ -190,16 +273,15 @@ def estimate_document(
     """
     estimator = request.estimator
     survey, reference, baseline = None, None, None
-    plans: tuple[Plan, ...] = ()
+    plans: Sequence[Plan] = ()
     if config is not None:
         chosen = checked_config(request.space, config)
         lossy = lossy_in(chosen, lossy_of_space(request.space))
         ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen), lossy=lossy),)
     else:
         say("tracing the model and predicting configurations")
-        picked = choose(estimator, request.space, top=top)
-        survey, ranked = picked.survey, picked.best
-        plans = tuple(rows(ranked, picked.safest, picked.least_memory))
+        survey, plans = choose(estimator, request.space, top=top)
+        ranked = survey.best
         reference = survey.smallest if not ranked else None
         usual = untuned(request.space, estimator)
         baseline = Ranked(config=usual, estimate=estimator(usual), lossy=lossy_in(usual, lossy_of_space(request.space)))

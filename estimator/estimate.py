@@ -1,6 +1,6 @@
 """Estimates of one configuration and of many at once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -98,54 +98,40 @@ class EstimateTable:
     def __len__(self) -> int:
         return len(self.step_ms)
 
-    def first(self, count: int) -> "EstimateTable":
-        """The first `count` rows."""
-        return self if count >= len(self) else _map(lambda values: values[:count], self)
-
     def row(self, index: int) -> Estimate:
         """The estimate of one configuration.
 
         80 % intervals are those of a log-normal, the prediction times exp(+-1.2816 standard deviations), widened by risks.
         """
-        step, memory = float(self.step_ms[index]), float(self.peak_memory_mib[index])
-        memory_factor = float(np.exp(Z80 * self.log_memory_std[index]))
+        memory, memory_factor = float(self.peak_memory_mib[index]), float(np.exp(Z80 * self.log_memory_std[index]))
         limited = bool(np.isfinite(self.memory_limit_mib))
-        values: dict[str, Any] = {name: float(value[index]) for name, value in self.breakdown.items()}
         return Estimate(
-            step_ms=step,
-            peak_memory_mib=memory,
+            **{name: float(getattr(self, name)[index]) for name in _NUMBERS},
             fits=bool(self.fits[index]) if limited else None,
-            throughput=float(self.throughput[index]),
             unit=self.unit,
-            step_ms_low=float(self.step_ms_low[index]),
-            step_ms_high=float(self.step_ms_high[index]),
             memory_low=memory / memory_factor,
             memory_high=memory * memory_factor,
-            probability_fits=float(self.probability_fits[index]),
-            probability_runs=float(self.probability_runs[index]),
             memory_limit_mib=float(self.memory_limit_mib),
-            mfu=float(self.mfu[index]),
-            breakdown=values,
+            breakdown={name: float(value[index]) for name, value in self.breakdown.items()},
             binds=str(self.binds[index]),
         )
 
 
+_NUMBERS = (
+    "step_ms", "peak_memory_mib", "throughput", "step_ms_low", "step_ms_high", "probability_fits", "probability_runs", "mfu",
+)  # fmt: skip
+"""Numbers of an estimate that are those of a row."""
 Z80 = 1.2815515655446004
 """Half-width of the central 80 % of a normal distribution, in standard deviations."""
 
 
 def joined(table: EstimateTable, appended: EstimateTable) -> EstimateTable:
     """The configurations of one table, followed by those of another of the same estimator."""
-    return _map(lambda *values: np.concatenate(values), table, appended)
-
-
-def _map(change: Callable[..., np.ndarray], table: EstimateTable, *more_tables: EstimateTable) -> EstimateTable:
-    """A table with each of its arrays changed; `change` gets the array of every table."""
     arrays: dict[str, Any] = {}
-    for name in (field.name for field in fields(table)):
-        values = [getattr(rows, name) for rows in (table, *more_tables)]
-        if isinstance(values[0], np.ndarray):
-            arrays[name] = change(*values)
-        elif isinstance(values[0], Mapping):
-            arrays[name] = {key: change(*(mapping[key] for mapping in values)) for key in values[0]}
+    for field in fields(table):
+        values, more = getattr(table, field.name), getattr(appended, field.name)
+        if isinstance(values, np.ndarray):
+            arrays[field.name] = np.concatenate((values, more))
+        elif isinstance(values, Mapping):
+            arrays[field.name] = {name: np.concatenate((values[name], more[name])) for name in values}
     return replace(table, **arrays)

@@ -1,13 +1,13 @@
 """The estimator: predicts configurations from model, hardware and training setup."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, unknown
 from ..knobs.rules import RULES, RuleContext
 from .calibration import (
     MEMORY_GROUPS,
@@ -28,10 +28,9 @@ from .hardware import Hardware, find_hardware
 from .kernels import kinship
 from .knob_arrays import KnobArrays, knob_arrays
 from .memory import MEMORY_TERMS, peak_memory
-from .risks import beyond, retry_chance, stall_chance, stall_seconds
 from .setup import TrainingSetup
 from .stages import divided
-from .time import BINDS, SLOW_HOST, TIME_TERMS, step_time
+from .time import BINDS, SLOW_HOST, TIME_TERMS, stall_chance, stall_seconds, step_time
 from .trainers import find_trainer, has_early_kernels, under_facts
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class Estimator:
         framework: str = "redline",
     ) -> None:
         setup = training if isinstance(training, TrainingSetup) else _setup(training or {})
-        self.hardware = _hardware(hardware)
+        self.hardware = find_hardware(hardware)
         self.source, setup, self.unit = _source(model, setup, self.hardware)
         self.training = setup
         base = CPU if self.hardware.kind == "cpu" else Constants()
@@ -116,12 +115,14 @@ class Estimator:
 
     def _tabled(self, cols: KnobArrays, raw: "_Raw") -> EstimateTable:
         """Estimates from uncorrected terms."""
+        from scipy.special import ndtr
+
         (time, memory, fullest, flops), noise = raw, self.constants.memory_noise
         features = self._features(cols)
         memory_residuals = self._memory.interpolate(features, noise)
         peak, memory_std = self._memory.apply(memory_groups(memory), noise, memory_residuals)
         full, full_std = self._memory.apply(memory_groups(fullest), noise, memory_residuals)
-        retries = retry_chance(fullest, full, full_std, self.memory_limit_mib)
+        retries = _retry_chance(fullest, full, full_std, self.memory_limit_mib)
         far = leaves_node(cols, self.hardware.devices_per_node)
         groups = time_groups(time, far)
         time_noise = self._time_noise(cols)
@@ -145,7 +146,7 @@ class Estimator:
             (stalls, np.nan_to_num(stalled), stalls > 0.5),
         ):
             other_chance = np.where(charged, 1 - chance, chance)
-            widening = beyond(other_chance, cost, time_std)
+            widening = _beyond(other_chance, cost, time_std)
             low, high = low - np.where(charged, widening, 0.0), high + np.where(charged, 0.0, widening)
             risk += (chance - charged) * cost
             # What is all but certain is no uncertainty: with the square of the cost instead, searches preferred what cannot fit.
@@ -159,7 +160,7 @@ class Estimator:
             rates = np.array([rate_of[precision] for precision in cols.precision.tolist()])
             mfu = throughput * flops / (devices * rates)
         limit = self.memory_limit_mib
-        chance = _normal((np.log(limit) - np.log(np.where(np.isfinite(full), full, 1.0))) / full_std)
+        chance = ndtr((np.log(limit) - np.log(np.where(np.isfinite(full), full, 1.0))) / full_std)
         chance = np.where(np.isfinite(full), chance, 0.0)
         kinds = sorted(set(BINDS.values()))
         sums = np.stack(
@@ -239,20 +240,6 @@ class Estimator:
         moved.training, moved.hardware = training, hardware
         moved.constants = moved._constants_of_setup()
         return moved
-
-    def sampled(self, random: np.random.Generator) -> "Estimator":
-        """An estimator with factors drawn from their uncertainty.
-
-        Draws are clipped to 1.5 standard deviations.
-        """
-        drawn = self._copy()
-        for name in ("_time", "_memory"):
-            correction: Correction = getattr(self, name)
-            scale = np.sqrt(np.diag(correction.covariance))
-            shift = random.multivariate_normal(np.zeros(len(scale)), correction.covariance)
-            shift = np.clip(shift, -1.5 * scale, 1.5 * scale)
-            setattr(drawn, name, replace(correction, theta=correction.theta + shift))
-        return drawn
 
     def _copy(self) -> "Estimator":
         copy = object.__new__(Estimator)
@@ -381,23 +368,42 @@ class Estimator:
         return samples * ((self.training.seq_len or 1) if self.unit == "tokens/s" else 1) / rate * 1e3
 
 
-def _normal(z: np.ndarray) -> np.ndarray:
-    from scipy.special import ndtr
+def _retry_chance(fullest: Mapping[str, np.ndarray], peak: np.ndarray, std: np.ndarray, limit_mib: float) -> np.ndarray:
+    """Chance that the allocator of a run that survives had to free and allocate again, shape (n,).
 
-    return ndtr(z)
+    There was room for its tensors, but not for slack.
+
+    Args:
+        fullest: terms of the fullest rank's peak, MiB.
+        peak: the corrected peak, MiB; infinite for what cannot run.
+        std: standard deviation of its logarithm.
+        limit_mib: memory of the allocator.
+    """
+    from scipy.special import log_ndtr
+
+    is_finite = np.isfinite(peak)
+    live = 1 - np.where(is_finite, fullest["slack"], 0.0) / np.where(is_finite, sum(fullest.values()), 1.0)
+    room = np.log(limit_mib / np.where(is_finite, peak, 1.0))
+    # Far beyond the limit both chances vanish; their ratio is computed from logarithms.
+    ratio = log_ndtr(room / std) - log_ndtr((room - np.log(live)) / std)
+    return np.where(is_finite, -np.expm1(ratio), 0.0)
 
 
-def _hardware(spec: str | Path | Hardware) -> Hardware:
-    if not isinstance(spec, (str, Path, Hardware)):
-        raise UsageError(f"hardware must be a name, a file or a Hardware, but got {spec!r}")
-    return find_hardware(spec)
+def _beyond(chance: np.ndarray, cost: np.ndarray | float, std: np.ndarray) -> np.ndarray:
+    """Distance by which an outcome of that chance, `cost` away in log time, moves the end of an 80 % interval, shape (n,)."""
+    from scipy.special import ndtri
+
+    chance = np.clip(chance, 1e-9, 1.0)
+    # A tenth is left beyond the end: part of the other outcome, or all of it and part of this one.
+    end = np.where(
+        chance > 0.1,
+        cost + std * ndtri(1 - 0.1 / np.maximum(chance, 0.1)),
+        std * ndtri(np.minimum(0.9 / (1 - chance), 1 - 1e-9)),
+    )
+    return np.clip(end - Z80 * std, 0.0, cost)
 
 
 def _setup(values: Mapping[str, Any]) -> TrainingSetup:
-    from dataclasses import fields
-
-    from ..base.errors import unknown
-
     field_names = {field.name for field in fields(TrainingSetup)}
     for name in values:
         if name not in field_names:

@@ -1,7 +1,5 @@
 """Devices and the links between them, in the numbers that the estimator needs. The table is `hardware.yaml`."""
 
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -25,17 +23,16 @@ MOST_DEVICES = 1024
 SLOWEST_TFLOPS, SLOWEST_GB_PER_S = 1e-4, 0.1
 """The slowest arithmetic and the slowest memory that a device can have; slower measurements were disturbed."""
 
-
-PRODUCT_LIMITS = {
-    "rate": (0.01, 1.0),
-    "lost": (0.0, 1e5),
-    "fixed_us": (0.0, 1e4),
-    "bandwidth": (0.01, 1.0),
-    "small": (0.0, 2.0),
-    "units": (1, 10_000),
-    "sustained": (0.05, 1.0),
+_LIMITS = {
+    "memory_gib": (LEAST_GIB, 10_000),
+    "memory_gb_per_s": (SLOWEST_GB_PER_S, 1e6),
+    "host_gb_per_s": (0.01, 1e5),
+    "devices_per_node": (1, MOST_DEVICES),
+    "achievable": (0.01, 1.0),
+    "watts": (1.0, 10_000),
+    "cores": (0.01, 10_000),
 }
-"""Range of each measured parameter of products."""
+"""Smallest and largest value of each number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +70,6 @@ class Hardware:
     """Share of the peak rate of half precision that the best large matrix product reaches."""
     watts: float | None = None
     """Power limit of a device, W; None if unknown. Products are slower on a device with a lower limit."""
-    products: Mapping[str, float] | None = None
-    """Measured parameters of matrix products (`kernels.Products`) relative to the rate of half precision; None for those of the
-    chip or its generation."""
-    attention: float | None = None
-    """Measured share of that rate that PyTorch's fused attention reaches for long sequences; None for that of the generation."""
     kind: str = "cuda"
     """`cuda`, `rocm`, `hpu` (Gaudi) or `cpu`."""
     cores: float | None = None
@@ -91,39 +83,22 @@ class Hardware:
 
     def __post_init__(self) -> None:
         subject = f"hardware {self.name}"
-        numbers = {
-            "memory_gib": (self.memory_gib, LEAST_GIB, 10_000),
-            "memory_gb_per_s": (self.memory_gb_per_s, SLOWEST_GB_PER_S, 1e6),
-            "host_gb_per_s": (self.host_gb_per_s, 0.01, 1e5),
-            "devices_per_node": (self.devices_per_node, 1, MOST_DEVICES),
-            "achievable": (self.achievable, 0.01, 1.0),
-        }
         if not isinstance(self.tflops, Mapping):
             raise UsageError(f"{subject}: tflops must map dtypes to numbers, but got {self.tflops!r}")
+        numbers = {name: (getattr(self, name), *limits) for name, limits in _LIMITS.items()}
         for dtype, rate in self.tflops.items():
             if dtype not in DTYPES:
                 raise UsageError(f"{subject}: tflops: {unknown('dtype', dtype, DTYPES)}")
             numbers[f"tflops.{dtype}"] = (rate, SLOWEST_TFLOPS, 1e6)
         if "fp32" not in self.tflops:
             raise UsageError(f"{subject}: tflops must hold the rate of fp32, but holds {sorted(self.tflops)}")
-        if self.watts is not None:
-            numbers["watts"] = (self.watts, 1.0, 10_000)
-        if self.attention is not None:
-            numbers["attention"] = (self.attention, 1e-3, 1.0)
-        if self.products is not None:
-            if not isinstance(self.products, Mapping) or set(self.products) != set(PRODUCT_LIMITS):
-                raise UsageError(
-                    f"{subject}: products must map {', '.join(PRODUCT_LIMITS)} to numbers, but got {self.products!r}"
-                )
-            for name, (low, high) in PRODUCT_LIMITS.items():
-                numbers[f"products.{name}"] = (self.products[name], low, high)
-        if self.cores is not None:
-            numbers["cores"] = (self.cores, 0.01, 10_000)
         for name in ("intra_node", "inter_node"):
             link = getattr(self, name)
             numbers[f"{name}.gb_per_s"] = (link.gb_per_s, 1e-3, 1e5)
             numbers[f"{name}.latency_us"] = (link.latency_us, 0.0, 1e6)
         for name, (value, low, high) in numbers.items():
+            if value is None and name in ("watts", "cores"):
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise UsageError(f"{subject}: {name} must be a number from {low:g} to {high:g}, but got {value!r}")
         if self.devices_per_node != int(self.devices_per_node):
@@ -165,9 +140,8 @@ class Hardware:
 
     @property
     def unmeasured(self) -> str | None:
-        """A remark for predictions without a measured run of this device; None for others, and where its kernels were
-        measured."""
-        if self.measured_runs or self.products is not None or self.kind == "cpu":
+        """A remark for predictions without a measured run of this device; None for others."""
+        if self.measured_runs or self.kind == "cpu":
             return None
         return f"no training on {self.name} was measured: the intervals are those of an unknown device"
 
@@ -274,10 +248,6 @@ def _link(data: Any, source: str) -> Link:
     missing = [name for name in ("gb_per_s", "latency_us") if name not in data]
     if missing:
         raise UsageError(f"{source} lacks {', '.join(missing)}")
-    for name in ("gb_per_s", "latency_us"):
-        value = data[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise UsageError(f"{source}: {name} must be a number, but got {value!r}")
     return Link(**{"name": "link", **data})
 
 
@@ -384,26 +354,12 @@ def _in_table(name: str) -> Hardware | None:
 
 
 def _file_for(given_name: str) -> str:
-    """The file to write for a device that the table lacks, with the numbers of the nearest one."""
-    device, nearest = device_name(given_name), _nearest(given_name)
-    links = {
-        name: {"gb_per_s": link.gb_per_s, "latency_us": link.latency_us}
-        for name, link in (("intra_node", nearest.intra_node), ("inter_node", nearest.inter_node))
-    }
-    numbers = {
-        "memory_gib": float(device.memory_gb or nearest.memory_gib),
-        "tflops": dict(nearest.tflops),
-        "memory_gb_per_s": nearest.memory_gb_per_s,
-        **links,
-        "devices_per_node": nearest.devices_per_node,
-        "host_gb_per_s": nearest.host_gb_per_s,
-        "watts": nearest.watts,
-    }
-    lines = "\n".join(f"  {name}: {json.dumps(value)}" for name, value in numbers.items())
+    """How to describe a device that the table lacks, by its differences from the nearest one."""
     stem = re.sub(r"[^a-z0-9]+", "-", given_name.lower()).strip("-") or "device"
     return (
-        f"For another device write its datasheet's numbers into a file and give --hardware {stem}.yaml; those of "
-        f"{nearest.name} are\n{lines}"
+        f"For another device write its datasheet's numbers into a file and give --hardware {stem}.yaml: "
+        f"`base: {_nearest(given_name).name}`, and a line for each number that differs, such as memory_gib, memory_gb_per_s, "
+        "watts, devices_per_node, or `tflops: {fp32: 60, bf16: 120}`"
     )
 
 

@@ -135,17 +135,13 @@ def _products(chip: str, achievable: float, watts: float | None, tflops: float) 
 
 
 def products_of(hardware: Hardware) -> Products:
-    """Product parameters of a device: those measured on it, those of its chip, or those of its generation, scaled by
-    `achievable`."""
-    if hardware.products is not None:
-        values: dict[str, Any] = {**hardware.products, "units": int(hardware.products["units"])}
-        return Products(**values)
+    """Product parameters of a device: those of its chip, or of its generation, scaled by `achievable`."""
     chip = device_name(hardware.name).chip
     return _products(chip, hardware.achievable, hardware.watts, hardware.rate("bf16") / 1e12)
 
 
 def kinship(hardware: Hardware) -> str:
-    """`measured`, if trainings or kernels of the device were measured; `sibling`, if those of its generation; otherwise
+    """`measured`, if trainings of the device were measured; `sibling`, if those of its generation; otherwise
     `foreign`."""
     if hardware.unmeasured is None:
         return "measured"
@@ -201,8 +197,4 @@ def attention_share(hardware: Hardware, kernel: str, keys: "float | np.ndarray",
     generation = next((generation for start, generation in _GENERATIONS.items() if chip.startswith(start)), "a100")
     shares = ATTENTION_SHARES[kernel]
     share = shares.get(generation, shares["h100"])
-    if hardware.attention is not None:
-        # It was measured with PyTorch's kernel.
-        usual = ATTENTION_SHARES[kernel_of("sdpa")]
-        share *= hardware.attention / usual.get(generation, usual["h100"])
     return share * keys / (keys + HALF_LENGTH) * min(1.0, (head_dim / 128.0) ** 0.35)

@@ -1,8 +1,8 @@
 """Configurations as arrays, one entry each."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,7 +137,7 @@ class KnobArrays:
 
     def order_that(self, fact: str) -> np.ndarray:
         """True where the pipeline schedule has `fact` of `redline.knobs.pipeline.PipelineSchedule`; booleans."""
-        return _orders_that(fact)[self.order]
+        return np.array([bool(getattr(schedule, fact)) for schedule in PIPELINE_SCHEDULES.values()])[self.order]
 
     def take(self, index: np.ndarray) -> "KnobArrays":
         """The configurations at `index`."""
@@ -211,11 +211,6 @@ class KnobArrays:
         codes = np.fromiter((seen.setdefault(key, len(seen)) for key in keys), int, len(keys))
         for key, code in seen.items():
             yield key, np.flatnonzero(codes == code)
-
-
-def _orders_that(fact: str) -> np.ndarray:
-    """True for each pipeline schedule that has a fact of `PipelineSchedule`."""
-    return np.array([bool(getattr(schedule, fact)) for schedule in PIPELINE_SCHEDULES.values()])
 
 
 def knob_arrays(
@@ -312,44 +307,29 @@ class _Table:
 
     def __init__(self, configs: Any, fixed: frozenset[str] = frozenset()) -> None:
         self._fixed = fixed
+        self._rows: list[Any] = []
         if hasattr(configs, "columns") and hasattr(configs, "to_dict"):
             configs = {name: configs[name].to_numpy() for name in configs.columns}
         if isinstance(configs, Mapping):
-            self._columns = {name: np.asarray(value) for name, value in configs.items()}
+            self._columns: dict[str, Any] = {name: np.asarray(value) for name, value in configs.items()}
             self.size = len(next(iter(self._columns.values()))) if self._columns else 0
-            self._rows: list[Any] = []
             return
-        self._columns = {}
-        self._rows = [
-            config if type(config) is dict else config.to_dict() if hasattr(config, "to_dict") else dict(config)
-            for config in configs
-        ]
+        self._rows = [config.to_dict() if hasattr(config, "to_dict") else dict(config) for config in configs]
         self.size = len(self._rows)
-        kinds = {tuple(row) for row in self._rows}
-        self._every = set(next(iter(kinds), ())).intersection(*kinds)
-        """Knobs of all rows."""
-        self._some = set().union(*kinds)
+        self._columns = {
+            name: [row.get(name) for row in self._rows] for name in dict.fromkeys(itertools.chain(*self._rows))
+        }
 
     def _get(self, name: str, default: Any) -> "np.ndarray | list[Any]":
-        """A knob of every configuration. A missing value is None, or NaN in a column."""
-        if name in self._fixed:
+        """A knob of every configuration. A missing value is None, or NaN where columns are given."""
+        column = None if name in self._fixed else self._columns.get(name)
+        if column is None:
             return np.full(self.size, default)
-        if not self._columns:
-            if name not in self._some:
-                return np.full(self.size, default)
-            if name not in self._every:
-                return [default if row.get(name) is None else row[name] for row in self._rows]
-            values = list(map(itemgetter(name), self._rows))
-            return [default if value is None else value for value in values] if None in values else values
-        if name not in self._columns:
-            return np.full(self.size, default)
-        column = self._columns[name]
-        if column.dtype.kind == "f":
-            missing = np.isnan(column)
+        if isinstance(column, np.ndarray) and column.dtype.kind != "O":
+            missing = np.isnan(column) if column.dtype.kind == "f" else np.zeros(0, bool)
             return np.where(missing, default, column) if missing.any() else column
-        if column.dtype.kind != "O":
-            return column
-        return [default if value is None or value != value else value for value in column]
+        missing_values = (value is None or (value != value and not self._rows) for value in column)
+        return [default if is_missing else value for is_missing, value in zip(missing_values, column, strict=True)]
 
     def numbers(self, name: str, kind: type, default: Any) -> np.ndarray:
         try:
@@ -376,7 +356,7 @@ class _Table:
         return np.asarray(got, dtype=bool if isinstance(default, bool) else object)
 
     def texts(self, name: str) -> np.ndarray:
-        if self._columns and name not in self._columns:
+        if name not in self._columns:
             return np.full(self.size, None, dtype=object)
         got = np.empty(self.size, dtype=object)
         got[:] = [None if value is None else str(value) for value in self._get(name, None)]
@@ -390,10 +370,7 @@ class _Table:
             raise UsageError(f"configuration {self.show(index)}: {rule}{but}")
 
     def show(self, index: int) -> str:
-        if self._columns:
-            return str({name: _item(value[index]) for name, value in self._columns.items()})
-        return str(dict(self._rows[index]))
-
-
-def _item(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
+        if self._rows:
+            return str(self._rows[index])
+        row = {name: column[index] for name, column in self._columns.items()}
+        return str({name: value.item() if hasattr(value, "item") else value for name, value in row.items()})

@@ -26,6 +26,7 @@ from ..models.families.standard import StandardSchedule
 from ..models.parallel import divisors
 from ..space import Config, Space, Value
 from .calibration import MEMORY_GROUPS, TIME_GROUPS
+from .estimate import Estimate
 from .estimator import Estimator
 from .facts.model_facts import ModelFacts
 from .knob_arrays import KnobArrays, knob_arrays
@@ -74,21 +75,15 @@ class Layerwise:
     """The uniform winner."""
     config: Mapping[str, Any]
     """The knobs of the plan."""
-    step_ms: float
-    """Predicted step time, ms."""
-    throughput: float
-    """Predicted throughput, in the unit of the uniform winner's."""
-    peak_memory_mib: float
-    """Predicted peak on the fullest rank, MiB."""
-    probability_fits: float = 1.0
-    """Chance that it fits."""
+    estimate: Estimate
+    """Its prediction."""
     layers: tuple[BlockStrategy, ...] = ()
     """Strategy of each block; empty if nothing is faster than the uniform winner."""
 
     @property
     def gain(self) -> float:
         """Predicted throughput over that of the uniform winner, less 1."""
-        return self.throughput / self.uniform.estimate.throughput - 1
+        return self.estimate.throughput / self.uniform.estimate.throughput - 1
 
     @property
     def clear(self) -> bool:
@@ -110,25 +105,25 @@ class Layerwise:
         """Plain data."""
         return {
             "config": dict(self.config),
-            "step_ms": self.step_ms,
-            "throughput": self.throughput,
-            "peak_memory_mib": self.peak_memory_mib,
-            "probability_fits": self.probability_fits,
+            "step_ms": self.estimate.step_ms,
+            "throughput": self.estimate.throughput,
+            "peak_memory_mib": self.estimate.peak_memory_mib,
+            "probability_fits": self.estimate.probability_fits,
             "strategy": self.config.get("strategy"),
             "gain": self.gain,
         }
 
     def lines(self) -> list[str]:
         """As text."""
-        uniform = self.uniform.estimate
+        estimate, uniform = self.estimate, self.uniform.estimate
         if self.gain <= 0 or (self.amounts_to() is not None and "stage_blocks" not in self.config):
             return ["layer by layer: nothing is gained over a uniform plan"]
         block_settings = [(name, value_text(self.config[name])) for name in BLOCK_KNOBS if name in self.config]
         knobs = config_text({name: value for name, value in self.config.items() if name not in BLOCK_KNOBS})
         return [
-            f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the "
-            f"uniform winner, at {self.peak_memory_mib / 1024:.1f} GiB instead of "
-            f"{uniform.peak_memory_mib / 1024:.1f} GiB; {100 * self.probability_fits:.0f} % chance to fit",
+            f"layer by layer: {estimate.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the "
+            f"uniform winner, at {estimate.peak_memory_mib / 1024:.1f} GiB instead of "
+            f"{uniform.peak_memory_mib / 1024:.1f} GiB; {100 * estimate.probability_fits:.0f} % chance to fit",
             f"  {knobs}",
             *(f'  {name}="{value}"' for name, value in block_settings),
         ]
@@ -159,13 +154,7 @@ def refine(
     context = replace(
         context or RuleContext(), seq_len=estimator.training.seq_len, blocks=facts.blocks, experts=facts.experts
     )
-    nothing = Layerwise(
-        uniform=winner,
-        config=dict(winner.config),
-        step_ms=winner.estimate.step_ms,
-        throughput=winner.estimate.throughput,
-        peak_memory_mib=winner.estimate.peak_memory_mib,
-    )
+    nothing = Layerwise(uniform=winner, config=dict(winner.config), estimate=winner.estimate)
     bases = list(dict.fromkeys((winner.config, *further_bases)))
     limit = margin * estimator.memory_limit_mib
     if not np.isfinite(limit) or not facts.blocks:
@@ -191,17 +180,8 @@ def refine(
     fastest = int(np.argmax(np.where(fits, table.throughput, -np.inf)))
     if table.throughput[fastest] <= winner.estimate.throughput:
         return nothing
-    row = table.row(fastest)
     _, plan, config = batch[fastest]
-    return Layerwise(
-        uniform=winner,
-        config=config,
-        step_ms=row.step_ms,
-        throughput=row.throughput,
-        peak_memory_mib=row.peak_memory_mib,
-        probability_fits=row.probability_fits,
-        layers=plan.layers,
-    )
+    return Layerwise(uniform=winner, config=config, estimate=table.row(fastest), layers=plan.layers)
 
 
 def relatives(space: Space, config: Config) -> list[Config]:
@@ -278,11 +258,14 @@ class _Choice:
 
 def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
     """The uniform configurations that could be fastest with ample memory: without recomputation, ordered by time."""
-    without = [{**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})} for base in bases]
-    table = estimator.table(without)
+    table = estimator.table([_without_recomputation(base) for base in bases])
     order = np.argsort(-table.throughput, kind="stable")
     promising = [int(number) for number in order if np.isfinite(table.step_ms[number])][:MOST_BASES]
     return promising if 0 in promising else [0, *promising[:-1]]
+
+
+def _without_recomputation(base: Config) -> dict[str, Value]:
+    return {name: 0.0 if name == "checkpoint_ratio" else value for name, value in base.items()}
 
 
 def _plans(
@@ -297,8 +280,8 @@ def _plans(
         return {}
     tp = _number(base, "tp")
     setup = estimator.training
-    without_recomputation = {**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})}
-    cols = knob_arrays([{name: value for name, value in without_recomputation.items() if name != "strategy"}], setup)
+    uniform = {name: value for name, value in _without_recomputation(base).items() if name != "strategy"}
+    cols = knob_arrays([uniform], setup)
     split, _ = next(cols.splits())
 
     def cut_by(sizes: tuple[int, ...] | None) -> list[Stage]:
@@ -308,7 +291,7 @@ def _plans(
 
     cut, columns = cut_by(split.sizes), cols.of_layers(options)
     by_count = {stage.count: stage for stage in cut}
-    seconds = {count: _seconds(estimator, stage, facts, columns) for count, stage in by_count.items()}
+    seconds = {count: _seconds(estimator, _blocks_of(stage), facts, columns) for count, stage in by_count.items()}
     priced = [_priced(estimator, stage, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
     seconds_of_plans: dict[_Plan, dict[int, float]] = {}
     base_strategy = BlockStrategy(ckpt=False, **own_knobs(base))
@@ -350,10 +333,8 @@ def _ends(estimator: Estimator, cut: Sequence[Stage], facts: ModelFacts, cols: K
     once: dict[tuple[bool, bool], float] = {}
     for stage in cut:
         if (stage.first, stage.last) not in once and stage.ends:
-            with_and_without = (
-                float(_seconds_of(estimator, part, facts, cols)[0]) for part in (stage, _blocks_of(stage))
-            )
-            once[stage.first, stage.last] = max(next(with_and_without) - next(with_and_without), 0.0)
+            whole, blocks = (float(_seconds(estimator, part, facts, cols)[0]) for part in (stage, _blocks_of(stage)))
+            once[stage.first, stage.last] = max(whole - blocks, 0.0)
     return [once.get((stage.first, stage.last), 0.0) for stage in cut]
 
 
@@ -398,17 +379,27 @@ def _by_count(choices: Sequence[_Choice], budget: float, most: int) -> np.ndarra
     """Seconds of the fastest choices of 0 to `most` blocks whose memory is within a budget; infinite if there are none."""
     if budget < 0:
         return np.full(most + 1, np.inf)
-    unit, front = max(budget, 1e-9) / BUCKETS, _front(choices)
-    steps = [max(int(np.ceil(choice.mib / unit - 1e-9)), 0) for choice in front]
+    front = _front(choices)
+    steps = _steps(front, max(budget, 1e-9) / BUCKETS)
     best, seconds = np.zeros(BUCKETS + 1), [0.0]
     for _ in range(most):
-        by_option = np.full((len(front), BUCKETS + 1), np.inf)
-        for number, (option, step) in enumerate(zip(front, steps)):
-            if step <= BUCKETS:
-                by_option[number, step:] = best[: BUCKETS + 1 - step] + option.seconds
-        best = np.min(by_option, axis=0)
+        best = np.min(_with_block(best, front, steps), axis=0)
         seconds.append(float(best[-1]))
     return np.array(seconds)
+
+
+def _steps(front: Sequence[_Choice], unit: float) -> list[int]:
+    """Memory of each option in steps of `unit` MiB, rounded up."""
+    return [max(int(np.ceil(choice.mib / unit - 1e-9)), 0) for choice in front]
+
+
+def _with_block(best: np.ndarray, front: Sequence[_Choice], steps: Sequence[int]) -> np.ndarray:
+    """Seconds with a further block by each option, shape (options, budgets), from the least seconds without it at each budget."""
+    seconds = np.full((len(front), len(best)), np.inf)
+    for number, (option, step) in enumerate(zip(front, steps)):
+        if step < len(best):
+            seconds[number, step:] = best[: len(best) - step] + option.seconds
+    return seconds
 
 
 def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -> tuple[BlockStrategy, ...]:
@@ -484,11 +475,6 @@ def _refused(config: Mapping[str, Any], context: RuleContext) -> str | None:
 
 
 def _seconds(estimator: Estimator, stage: Stage, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
-    """Seconds of a stage's blocks in a step, for each column."""
-    return _seconds_of(estimator, _blocks_of(stage), facts, columns)
-
-
-def _seconds_of(estimator: Estimator, stage: Stage, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
     """Seconds of a stage in a step without waiting for others, for each column."""
     (terms,) = stage_times([stage], facts, columns, estimator.training, estimator.hardware, estimator.constants)
     timed = {name: value for name, value in terms.items() if name not in NOT_OF_BLOCKS}
@@ -547,12 +533,9 @@ def knapsack(
     best = np.zeros(buckets + 1)
     taken = np.zeros((len(choices), buckets + 1), np.int16)
     fronts = [_front(options) for options in choices]
-    steps = [[max(int(np.ceil(choice.mib / unit - 1e-9)), 0) for choice in front] for front in fronts]
+    steps = [_steps(front, unit) for front in fronts]
     for index, front in enumerate(fronts):
-        by_option = np.full((len(front), buckets + 1), np.inf)
-        for number, (option, step) in enumerate(zip(front, steps[index])):
-            if step <= buckets:
-                by_option[number, step:] = best[: buckets + 1 - step] + option.seconds
+        by_option = _with_block(best, front, steps[index])
         taken[index] = np.argmin(by_option, axis=0)
         best = np.min(by_option, axis=0)
     solutions: list[tuple[float, float, list[_Choice]] | None] = []

@@ -1,28 +1,23 @@
-"""Groups of ranks that communicate, with their prices, and a rank with its links.
+"""Groups of ranks that communicate, and a rank with its links and its exchanges around attention.
 
 Sources: collectives as rings by latency and bandwidth, Thakur et al. 2005; tensor and sequence parallelism, Korthikanti et al.,
 arXiv:2205.05198.
 
-Notation of `Wire`: n ranks of a group; b bytes: those of all ranks together for an all-gather or reduce-scatter, otherwise those
-that one rank sends.
+K, D, T and P in the functions for sequences: heads of keys and their features, tokens of a sample, ranks of a ring.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from .collectives import Group, group, rates, sole_share
-from .constants import CPU, Constants
-from .experts import Rows, chosen, filled, uneven
+from .collectives import Group, Rows, group, rates, sole_share
+from .constants import Constants
 from .facts.model_facts import ModelFacts, Part, bytes_of
 from .hardware import Hardware
 from .kernels import products_of
 from .knob_arrays import KnobArrays
-from .rank import Rank, shared
-from .sequences import all_to_alls
+from .rank import Rank, chosen, filled, shared, uneven
 from .setup import TrainingSetup
 from .stages import Stage
 
@@ -157,13 +152,12 @@ class TimedRank(Rank):
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Parts of the stage, blocks first."""
-        return (*(model_part for model_part, _ in self.stage.blocks), *self.stage.ends)
+        return tuple(model_part for model_part, _ in self.stage.parts)
 
     @cached_property
     def counts(self) -> np.ndarray:
         """Number of each, shape (k, n)."""
-        counts = (*(count for _, count in self.stage.blocks), *(model_part.count for model_part in self.stage.ends))
-        return np.stack([self.none + count for count in counts])
+        return np.stack([self.none + count for _, count in self.stage.parts])
 
     @cached_property
     def of_block(self) -> np.ndarray:
@@ -247,54 +241,54 @@ def residual_bytes(facts: ModelFacts) -> int:
     return 2 if facts.precision == "bf16_pure" else 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """Prices communications on hardware."""
+def all_to_alls(rank: Rank, part: Part, ranks: Rows, fixed: float) -> np.ndarray:
+    """Seconds of the all-to-alls around one block's attention in a forward pass: of queries, keys and values before it, and of
+    its output; a rank sends all bytes but its own share (Jacobs et al., arXiv:2309.14509).
 
-    hardware: Hardware
-    devices: int
-    """Devices of the training."""
-    constants: Constants = field(default_factory=Constants)
+    Keys are repeated if there are fewer heads than ranks.
 
-    @staticmethod
-    def on(hardware: Hardware, devices: int) -> "Wire":
-        """Prices with the constants of redline's own training on that hardware."""
-        constants = CPU if hardware.kind == "cpu" else Constants()
-        return Wire(hardware=hardware, devices=devices, constants=constants)
+    Args:
+        rank: the configurations.
+        part: the block.
+        ranks: those that exchange heads.
+        fixed: seconds of a collective beyond those of its bytes and its ring.
+    """
+    kind, sp = part.attention, rank.cols.sp
+    if kind is None or (sp == 1).all():
+        return rank.none
+    keys = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp) * rank.tp
+    width = kind.head_dim * bytes_of(rank.facts.precision) * rank.tokens / rank.tp
+    return 2 * (ranks.seconds(width * kind.heads, fixed, True) + ranks.seconds(width * keys, fixed, True))
 
-    def price(self, kind: str, num_bytes: int, ranks: Sequence[int]) -> float:
-        """Time of a communication once all its ranks have reached it, s.
 
-        Args:
-            kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`, `reduce`, `send`, `barrier` or
-                `receive`, which costs as much as `send`.
-            num_bytes: b.
-            ranks: global ranks of the group, or the two ends of a send or receive.
-        """
-        if len(ranks) < 2:
-            return 0.0
-        kind = "send" if kind == "receive" else kind
-        over = self._group(ranks)
-        total, fixed = np.array([float(num_bytes)]), self.constants.collective_us * 1e-6
-        n = len(ranks)
-        if kind == "all-reduce":
-            return float(over.reduce(total, fixed)[0])
-        if kind in ("all-gather", "reduce-scatter"):
-            return float(over.gather(total, fixed)[0])
-        rate, latency = float(over.bandwidth[0]), float(over.latency[0])
-        if kind == "send":
-            return self.constants.hop_ms * 1e-3 + latency + num_bytes / rate
-        if kind == "all-to-all":
-            # Each rank keeps its own piece.
-            return fixed + latency + num_bytes * (n - 1) / n / rate
-        # A broadcast or a reduction is a chain of pieces; each link carries all bytes once.
-        return fixed + latency + num_bytes / rate
+def ring_waits(
+    rank: Rank, part: Part, ranks: Group, fixed: float, attention: np.ndarray, attention_back: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds, forward and backward, that one block's attention waits for keys and values that are passed around a ring.
 
-    @property
-    def log_std(self) -> float:
-        """Standard deviation of the logarithm of a price."""
-        return self.constants.link_std
+    P - 1 times in a forward pass a rank sends the keys and values of T / P tokens, 2 K D T (P - 1) / P numbers a sample, while it
+    computes with the current ones; the excess over computing is waiting time. The backward pass repeats this, and sends their
+    gradients in float32 after them, P times: the last time without computing (Liu et al., arXiv:2310.01889).
 
-    def _group(self, ranks: Sequence[int]) -> Any:
-        size, stride = len(ranks), max(1, abs(ranks[1] - ranks[0]))
-        return group(np.array([size]), np.array([stride]), np.array([self.devices]), self.hardware, self.constants)
+    Among ranks that exchange heads, each has its own ring.
+
+    Args:
+        rank: the configurations.
+        part: the block.
+        ranks: those of a ring.
+        fixed: as above.
+        attention, attention_back: seconds of the block's attention, forward and backward.
+    """
+    kind, cp = part.attention, rank.cols.cp
+    if kind is None or (cp == 1).all():
+        return rank.none, rank.none
+    sp = rank.cols.sp
+    heads = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp)
+    numbers = 2.0 * heads * kind.head_dim * rank.tokens * cp
+    behind = (cp - 1) / cp
+    fixed_of_ring = fixed * (cp - 1)
+    there = ranks.gather(numbers * bytes_of(rank.facts.precision), fixed_of_ring)
+    home = ranks.gather(numbers * 4, fixed_of_ring)
+    forward = np.maximum(there - behind * attention, 0.0)
+    backward = np.maximum(there + home - behind * attention_back, 0.0) + home / np.maximum(cp - 1, 1)
+    return np.where(cp > 1, forward, 0.0), np.where(cp > 1, backward, 0.0)

@@ -11,10 +11,9 @@ from functools import reduce
 import numpy as np
 
 from .constants import Constants
-from .experts import kept
 from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays
-from .rank import MIB, Rank, gathered_at, per_token, shared
+from .rank import MIB, Rank, gathered_at, kept, shared
 from .setup import TrainingSetup
 from .stages import Division, Group, Stage, divided, waiting
 
@@ -155,7 +154,8 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
         _pieces_away(rank), 0.0, rank.held(_keeps_whole_weights(rank) | shared("weights", rank.cols.zero))
     )
     gradients = np.where(_pieces_away(rank), 0.0, _stored_parameters(rank, "gradients"))
-    gradients = np.where(_whole_gradients(rank), rank.weights, gradients)
+    accumulated_whole = rank.setup.unsharded_gradients & (rank.cols.grad_accum > 1)  # until the last micro-batch
+    gradients = np.where(accumulated_whole, rank.weights, gradients)
     optimizer = np.where(on_host, 0.0, _stored_parameters(rank, "optimizer") * trained)
     return {
         "parameters": weights * rank.stored_bytes,
@@ -168,11 +168,6 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
 def _pieces_away(rank: Rank) -> np.ndarray:
     """True where pieces of weights and gradients are in host memory."""
     return rank.setup.offload_weights & (rank.cols.offload == "optimizer") & (rank.cols.zero >= 2) & (rank.replicas > 1)
-
-
-def _whole_gradients(rank: Rank) -> np.ndarray:
-    """True where gradients that will be sharded are whole until the last micro-batch."""
-    return rank.setup.unsharded_gradients & (rank.cols.grad_accum > 1)
 
 
 def _copies(rank: Rank) -> dict[str, np.ndarray]:
@@ -230,9 +225,7 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
         boundaries = boundaries + count * ratio * (model_part.boundary / rank.sequence + _cached(rank, model_part))
     for model_part in rank.stage.ends:
         if model_part.role not in _LOSS:
-            lasting = lasting + per_token(
-                model_part.saved, model_part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
-            )
+            lasting = lasting + rank.per_token(model_part.saved, model_part)
     activations = lasting * rank.tokens * rank.flying
     if rank.setup.offload_activations:
         # Those of a block in use, and of one on its way.
@@ -240,7 +233,7 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
         activations, boundaries = np.minimum(activations, lasting * rank.tokens * 2 / blocks), rank.none
     delayed = np.where(rank.cols.pp > 1, waiting(rank.stage.ranks[-1], rank.cols), 0.0)
     if delayed.any():
-        outputs = _output_gradients(rank.stage, rank.tp)
+        outputs = _output_gradients(rank)
         activations = activations + delayed * rank.tokens * outputs * rank.form.compute
     return {"activations": activations, "checkpoints": boundaries * rank.tokens * rank.flying}
 
@@ -285,10 +278,7 @@ def _products_kept(rank: Rank, model_part: Part) -> np.ndarray:
 def _saved(rank: Rank, model_part: Part, constants: Constants, scores: bool = True) -> np.ndarray:
     """Bytes a token that a block keeps, on the rank whose experts get the most rows. A ring keeps no scores under any
     attention."""
-    divisors = (rank.tp, rank.sequence, rank.cols.token_splits)
-    with_scores, without = (
-        per_token(model_part.saved, model_part, *divisors, rank.seq_len, counted) for counted in (scores, False)
-    )
+    with_scores, without = (rank.per_token(model_part.saved, model_part, scores=counted) for counted in (scores, False))
     lasting = 1 - model_part.rebuilt.exchange  # a mixture that is recomputed by itself receives its rows again
     return np.where(rank.cols.cp > 1, without, with_scores) + lasting * _rows_of_experts(rank, model_part, constants)
 
@@ -303,9 +293,7 @@ def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
     working, rebuilt = rank.none, rank.none
     for model_part, count in rank.stage.blocks:
         present = np.minimum(count, 1)  # a stage may be empty
-        transient = present * per_token(
-            model_part.transient, model_part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
-        )
+        transient = present * rank.per_token(model_part.transient, model_part)
         transient = transient + present * model_part.rebuilt.exchange * _rows_of_experts(rank, model_part, constants)
         saved = present * _saved(rank, model_part, constants)
         working = np.maximum(working, transient)
@@ -320,12 +308,8 @@ def _loss(rank: Rank, constants: Constants) -> np.ndarray:
     logits, spike, formed = rank.none, rank.none, rank.none
     for model_part in rank.stage.ends:
         if model_part.role in _LOSS:
-            logits = logits + per_token(
-                model_part.saved, model_part, tp, rank.sequence, rank.cols.token_splits, rank.seq_len
-            )
-            transient = per_token(
-                model_part.transient, model_part, tp, rank.sequence, rank.cols.token_splits, rank.seq_len
-            )
+            logits = logits + rank.per_token(model_part.saved, model_part, tp)
+            transient = rank.per_token(model_part.transient, model_part, tp)
             spike = np.maximum(
                 spike, transient * np.minimum(0.5, model_part.chunk / rank.tokens) if model_part.chunk else transient
             )
@@ -442,19 +426,19 @@ def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:
 
 def _matrices(rank: Rank) -> np.ndarray:
     """Elements of the weights of products, which autocast casts."""
-    total, stage = np.zeros(len(rank.tp)), rank.stage
-    for model_part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
+    total = np.zeros(len(rank.tp))
+    for model_part, count in rank.stage.parts:
         for item in model_part.matmuls:
             pieces, sharers = (rank.expert_tp, rank.ep) if item.experts > 1 else (rank.tp, 1.0)
             total += count * item.k * item.n * item.count / ((pieces if item.split != "none" else 1) * sharers)
     return total
 
 
-def _output_gradients(stage: Stage, tp: np.ndarray) -> np.ndarray:
+def _output_gradients(rank: Rank) -> np.ndarray:
     """Elements a token of the gradients of products' outputs, from which weight gradients are computed."""
-    total = np.zeros(len(tp))
-    for model_part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
+    total = np.zeros(len(rank.tp))
+    for model_part, count in rank.stage.parts:
         for item in model_part.matmuls:
             if item.trainable:
-                total += count * item.count * item.rows * item.n / (tp if item.split == "column" else 1)
+                total += count * item.count * item.rows * item.n / (rank.tp if item.split == "column" else 1)
     return total

@@ -1,18 +1,19 @@
-"""Plans to choose among: the fastest, and alternatives that are safer or need less memory."""
+"""Plans to choose among: the fastest, and alternatives that are safer or need less memory; changes that help where none fits."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..base.errors import UsageError
+from ..base.errors import RedlineError, UsageError
 from ..knobs.lossy import lossy_in
 from ..models.spaces import lossy_of_space
 from ..space import Config, Space
 from .estimate import EstimateTable
 from .estimator import Estimator
+from .request import EstimateRequest
 from .survey import DRAWN, Predicted, Ranked, Survey, climbed, predict, ranking, surveyed
 
 LOOKED_AT, AT_ONCE = 20_000, 500
@@ -35,22 +36,9 @@ class Plan:
     ranked: Ranked
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The plans of a space on its devices."""
-
-    best: tuple[Ranked, ...]
-    """The fastest configuration of each of the best plans, the best first."""
-    safest: Ranked | None
-    """The most certain to fit among those with `CLOSE` of the best throughput, with the least memory."""
-    least_memory: Ranked | None
-    """The one with the least memory among those with `HALF` of the best throughput."""
-    survey: Survey
-    """All predictions."""
-
-
-def choose(estimator: Estimator, space: Space, *, top: int = 1) -> Chosen:
-    """Predicts a space and picks the plans to show.
+def choose(estimator: Estimator, space: Space, *, top: int = 1) -> tuple[Survey, list[Plan]]:
+    """Predicts a space and picks the plans to show: the fastest configuration of each of the best plans, then the most certain to
+    fit among those with `CLOSE` of the best throughput, and the one with the least memory among those with `HALF` of it.
 
     A large space is sampled; then the neighbours of the best configurations are predicted, until none is better.
 
@@ -66,16 +54,14 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1) -> Chosen:
     found_best = [predicted.ranked(index) for index in distinct(predicted, ranks, top)]
     safest, small = _safer_plans(predicted.table, ranks)
     best = tuple({(plain := without_idle(estimator, space, ranked)).config: plain for ranked in found_best}.values())
-
-    def alternative(index: int | None, most_memory: float) -> Ranked | None:
-        return None if index is None else without_idle(estimator, space, predicted.ranked(index), most_memory)
-
-    return Chosen(
-        best=best,
-        safest=alternative(safest, 1 / CLOSE),
-        least_memory=alternative(small, 1 + ALIKE),
-        survey=surveyed(predicted, ranks, best),
-    )
+    plans = [
+        Plan(role="fastest" if place == 0 else ordinal(place + 1), ranked=ranked) for place, ranked in enumerate(best)
+    ]
+    for role, index, most_memory in (("safest", safest, 1 / CLOSE), ("least memory", small, 1 + ALIKE)):
+        if index is not None:
+            plain = without_idle(estimator, space, predicted.ranked(index), most_memory)
+            plans.append(Plan(role=role, ranked=plain))
+    return surveyed(predicted, ranks, best), distinct_plans(plans)
 
 
 def fastest(estimator: Estimator, space: Space) -> Ranked | None:
@@ -196,11 +182,70 @@ def ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def rows(chosen: Sequence[Ranked], safest: Ranked | None, least_memory: Ranked | None) -> list[Plan]:
-    """The plans with their roles, without duplicates."""
-    ranked = [
-        Plan(role="fastest" if place == 0 else ordinal(place + 1), ranked=plan) for place, plan in enumerate(chosen)
-    ]
-    alternatives = [("safest", safest), ("least memory", least_memory)]
-    ranked += [Plan(role=role, ranked=plan) for role, plan in alternatives if plan is not None]
-    return distinct_plans(ranked)
+SHORTEST = 256
+"""Tokens below which a shorter sequence is not proposed."""
+HALVINGS = 3
+DOUBLINGS = 6
+"""Numbers of shorter sequences and of larger numbers of devices that are tried."""
+ADAPTERS = "r=16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A change with which a configuration is predicted to fit."""
+
+    options: str
+    """As options of the command line."""
+    memory_mib: float
+    """Predicted memory of the fastest configuration."""
+
+    def __str__(self) -> str:
+        return f"{self.options} ({self.memory_mib / 1024:.1f} GiB)"
+
+
+def helpful(
+    ask: Callable[[Mapping[str, Any]], EstimateRequest],
+    base_arguments: Mapping[str, Any],
+    *,
+    devices: int,
+    seq_len: int | None,
+) -> list[Change]:
+    """Returns the changes that make something fit, the least intrusive first; of shorter sequences and more devices the first
+    that does.
+
+    Args:
+        ask: returns the request with some of its arguments replaced.
+        base_arguments: the arguments of the request.
+        devices, seq_len: those of the request.
+    """
+    changes = []
+    for family in _families(base_arguments, devices, seq_len):
+        for options, arguments in family:
+            try:
+                request = ask(arguments)
+                best = fastest(request.estimator, request.space)
+            except RedlineError:  # this change is not possible for the model
+                continue
+            if best is not None:
+                changes.append(Change(options=options, memory_mib=best.estimate.peak_memory_mib))
+                break
+    return changes
+
+
+def _families(
+    base_arguments: Mapping[str, Any], devices: int, seq_len: int | None
+) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Yields lists of changes of one kind, by their options and their arguments."""
+    if "lossy" not in (base_arguments.get("allow") or ()):
+        yield [("--allow lossy", {"allow": (*(base_arguments.get("allow") or ()), "lossy")})]
+    if seq_len is not None:
+        lengths = [seq_len >> halving for halving in range(1, HALVINGS + 1)]
+        yield [(f"--seq-len {length}", {"seq_len": length}) for length in lengths if length >= SHORTEST]
+    adapters = base_arguments.get("lora")
+    if not adapters:
+        texts = (ADAPTERS, f"{ADAPTERS},quantize=4bit")
+        yield [(f"--lora {adapter}", {"lora": adapter}) for adapter in texts]
+    elif "quantize" not in str(adapters):
+        yield [(f"--lora {adapters},quantize=4bit", {"lora": f"{adapters},quantize=4bit"})]
+    counts = [devices << doubling for doubling in range(1, DOUBLINGS + 1)]
+    yield [(f"--devices {count}", {"devices": count}) for count in counts]

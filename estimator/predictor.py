@@ -1,19 +1,26 @@
-"""Predictions of configurations of a training under the conventions of its trainer."""
+"""Predictions of configurations of a training under the conventions of its trainer, and faster ones on the same devices: a few
+knobs changed, as lines of its files."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from ..frameworks.trainer_config import TrainerConfig
+from ..base.errors import UsageError
+from ..frameworks.registry import find_framework
+from ..frameworks.trainer_config import Change, TrainerConfig
+from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import Strategy
-from .estimate import Estimate, EstimateTable, joined
+from ..space import Config
+from .document import FullestRank, fullest_rank
+from .estimate import Z80, Estimate, EstimateTable, joined
 from .estimator import Estimator
 from .facts.derived import low_rank_share
 from .facts.model_facts import ModelFacts
-from .fullest import FullestRank, fullest_rank
+from .hardware import Hardware
 from .knob_arrays import knob_arrays
 from .trainers import Trainer
 
@@ -98,3 +105,171 @@ class Predictor:
         if "micro_batch" in values:
             values["micro_batch"] *= self.trainer.sequences
         return values
+
+
+MOST_CHANGES = 3
+"""Maximum number of faster configurations that are shown, and of knobs that one of them changes."""
+SURE = 0.8
+"""Minimum chance to fit of a faster configuration."""
+GAIN = 1.02
+"""Minimum ratio of throughput by which a change counts as faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faster:
+    """A configuration with higher predicted throughput that fits."""
+
+    config: Config
+    changes: tuple[Change, ...]
+    estimate: Estimate
+    gain: float
+    """Its throughput as a multiple of that of the file; NaN if the file's configuration does not fit."""
+
+
+def faster_configurations(
+    predictor: Predictor, shape: Mapping[str, Any], estimate: Estimate, hardware: Hardware, context: RuleContext
+) -> tuple[Faster, ...]:
+    """The fastest configurations that change one, two and three knobs, each if it is faster than the previous one."""
+    trainer = predictor.trainer
+    neighbours = _neighbours(trainer, shape, hardware, context)
+    if not neighbours:
+        return ()
+    configs = [dict(trainer.config), *(config for config, _ in neighbours)]
+    table, taken = predictor.table(configs)
+    row_of = {configuration: row for row, configuration in enumerate(taken.tolist())}
+    rows = [row_of[number] for number in range(1, len(configs))]
+    surely_faster = _surely_faster(table, row_of[0]) if estimate.fits else np.ones(len(table), bool)
+    good = table.fits & np.isfinite(table.step_ms) & (table.probability_fits >= SURE) & surely_faster
+    order = sorted(
+        (number for number, row in enumerate(rows) if good[row]), key=lambda number: -table.preference[rows[number]]
+    )
+    faster: list[Faster] = []
+    least = estimate.throughput * GAIN if estimate.fits else 0.0
+    for count in range(1, MOST_CHANGES + 1):
+        for number in [number for number in order if neighbours[number][1] == count][:40]:
+            if table.throughput[rows[number]] <= least:
+                break
+            config = _without_idle(predictor, neighbours[number][0], float(table.throughput[rows[number]]))
+            changes, again = trainer.changed(config) or ((), trainer)
+            if not changes or any(known.config == again.config for known in faster):
+                continue
+            # Its conventions may differ from those of the unchanged file.
+            predicted = replace(predictor, trainer=replace(trainer, sources=again.sources, config=again.config))(
+                again.config
+            )
+            if not predicted.fits or predicted.probability_fits < SURE or predicted.throughput <= least:
+                continue
+            gain = predicted.throughput / estimate.throughput if estimate.fits else float("nan")
+            faster.append(Faster(config=again.config, changes=changes, estimate=predicted, gain=gain))
+            least = predicted.throughput * GAIN
+            break
+    return tuple(sorted(faster, key=lambda configuration: -configuration.estimate.throughput))
+
+
+def _surely_faster(table: EstimateTable, row: int) -> np.ndarray:
+    """True where a configuration is faster than that of a row by more than the 80 % interval of their difference: factors of the
+    machine that both depend on alike cancel out."""
+    with np.errstate(divide="ignore"):
+        ratio = np.log(table.throughput) - np.log(table.throughput[row])
+    differences = table.log_throughput_effects - table.log_throughput_effects[row]
+    return np.asarray(ratio > Z80 * np.linalg.norm(differences, axis=1))
+
+
+def _without_idle(predictor: Predictor, config: dict[str, Any], throughput: float) -> dict[str, Any]:
+    """A configuration without the changes that buy nothing: without one of them it is as fast and fits."""
+    trainer = predictor.trainer
+    base, devices, total = dict(trainer.config), trainer.devices or 1, trainer.global_batch or 1
+
+    def changed(configuration: Mapping[str, Any]) -> list[str]:
+        knobs = (configuration.keys() | base.keys()) - {"dp", "grad_accum"}
+        return sorted(knob for knob in knobs if configuration.get(knob) != base.get(knob))
+
+    for knob in changed(config):
+        fewer = {
+            **{name: value for name, value in config.items() if name != knob},
+            **({knob: base[knob]} if knob in base else {}),
+        }
+        completed = _completed(fewer, devices, total) if "micro_batch" in fewer else None
+        if completed is None or completed == _completed(base, devices, total):
+            continue
+        if len(changed(completed)) >= len(changed(config)):  # what follows from the other knobs brings the change back
+            continue
+        try:
+            table, _ = predictor.table([completed])
+        except UsageError:  # it does not go together without this change
+            continue
+        if table.fits[0] and table.probability_fits[0] >= SURE and table.throughput[0] >= 0.995 * throughput:
+            return _without_idle(predictor, completed, throughput)
+    return config
+
+
+def _neighbours(
+    trainer: TrainerConfig, shape: Mapping[str, Any], hardware: Hardware, context: RuleContext
+) -> list[tuple[dict[str, Any], int]]:
+    """Configurations on the same devices with the same global batch that differ in up to three knobs, and the number of changed
+    knobs."""
+    base, now = dict(trainer.config), trainer.strategy()
+    heads, kv_heads, layers = (
+        shape.get("heads", 1),
+        shape.get("kv_heads") or shape.get("heads", 1),
+        shape.get("layers", 1),
+    )
+    host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
+    devices, total = trainer.devices or 1, trainer.global_batch or 1
+    powers = [1 << power for power in range(10)]
+    settable = {knob for source in trainer.sources for knob in source.stated} | trainer.given.keys()
+    for framework in (find_framework(source.framework) for source in trainer.sources):
+        settable |= framework.knobs.keys() - framework.needs_code
+    axes: dict[str, list[Any]] = {
+        "tp": [degree for degree in powers if degree <= host and heads % degree == 0 and kv_heads % degree == 0],
+        "pp": [degree for degree in powers if degree <= min(16, devices) and layers % degree == 0],
+        "cp": [degree for degree in powers if degree <= min(8, devices)],
+        "ep": [degree for degree in powers if (shape.get("experts") or 1) % degree == 0],
+        "zero": [0, 1, 2, 3],
+        "micro_batch": [size for size in powers if size <= 64 and total % size == 0],
+        "checkpoint_ratio": [0, 0.25, 0.5, 1],
+        "fusion": [True],
+        "kernels": [True],
+        "sequence_parallel": [True],
+        "offload": ["none"],
+    }
+    alternatives = {
+        knob: [value for value in values if value != getattr(now, knob)]
+        for knob, values in axes.items()
+        if knob in settable
+    }
+    rules = [rule for rule in RULES if rule.general or rule.name == "replicas that share experts"]
+    neighbours: list[tuple[dict[str, Any], int]] = []
+    for count in range(1, MOST_CHANGES + 1):
+        for knobs in itertools.combinations(alternatives, count):
+            for values in itertools.product(*(alternatives[knob] for knob in knobs)):
+                config = {**base, **dict(zip(knobs, values))}
+                if (completed := _completed(config, devices, total)) is None:
+                    continue
+                strategy = Strategy.of(completed)
+                if all(getattr(strategy, knob) == value for knob, value in zip(knobs, values)) and not refusal(
+                    strategy, context, rules
+                ):
+                    neighbours.append((completed, count))
+    return neighbours
+
+
+def _completed(config: dict[str, Any], devices: int, total: int) -> dict[str, Any] | None:
+    """A configuration with the replicas and accumulation that follow from devices and global batch; None if they do not
+    divide."""
+    split = config.get("tp", 1) * config.get("sp", 1) * config.get("cp", 1) * config.get("pp", 1)
+    if devices % split or total % (config["micro_batch"] * (devices // split)):
+        return None
+    dp = devices // split
+    completed = {**config, "dp": dp, "grad_accum": total // config["micro_batch"] // dp}
+    if completed.get("hsdp", 1) > 1 and (
+        dp % completed["hsdp"] or dp == completed["hsdp"] or completed.get("zero", 0) < 2
+    ):
+        return None
+    if completed.get("pp", 1) == 1:
+        completed = {
+            name: value for name, value in completed.items() if name not in ("pipeline_schedule", "virtual_stages")
+        }
+    elif completed["grad_accum"] < completed["pp"]:
+        return None
+    return completed

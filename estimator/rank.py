@@ -1,4 +1,14 @@
-"""A rank of a stage, and the quantities that several terms of its memory and time share."""
+"""A rank of a stage, and the quantities that several terms of its memory and time share.
+
+| symbol | meaning |
+|---|---|
+| E, P | experts of a layer; ranks that share them (`ep`) |
+| s | deviation of an expert's rows from their mean, as a share of it (`Constants.expert_spread`) |
+| f | capacity of an expert, relative to the mean of its rows (`capacity_factor`) |
+
+Source of the imbalance: the largest of P normal numbers lies about sqrt(2 ln P) deviations above their mean (Cramer 1946, section
+28.6).
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,7 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from ..knobs.meaning import EXCHANGES, FORMATS
-from .facts.model_facts import ModelFacts, Part, PerToken
+from .constants import Constants
+from .facts.model_facts import ModelFacts, Part, PerToken, bytes_of
 from .knob_arrays import KnobArrays
 from .setup import OPTIMIZERS, TrainingSetup
 from .stages import Stage, in_flight
@@ -79,7 +90,7 @@ def local_parameters(
     end stages have a copy of a tied embedding."""
     slices = tp if slices is None else slices
     total, experts = np.zeros(len(tp)), np.zeros(len(tp))
-    for model_part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
+    for model_part, count in stage.parts:
         total += count * _cut(model_part, tp, slices)
         experts += count * _experts(model_part, slices)
     return total + tied_copy(stage, facts, tp), experts
@@ -189,6 +200,13 @@ class Rank:
         """Ranks that each expert is cut over."""
         return self.cols.expert_tp.astype(float)
 
+    def per_token(
+        self, bytes_: PerToken, model_part: Part, tp: np.ndarray | None = None, *, scores: bool = True
+    ) -> np.ndarray:
+        """Bytes of a token of a part on the rank, or as divided by `tp`."""
+        tp = self.tp if tp is None else tp
+        return per_token(bytes_, model_part, tp, self.sequence, self.cols.token_splits, self.seq_len, scores)
+
     @cached_property
     def _parameters(self) -> tuple[np.ndarray, np.ndarray]:
         return local_parameters(self.stage, self.facts, self.tp, self.expert_tp)
@@ -213,11 +231,10 @@ class Rank:
     def trained_share(self) -> np.ndarray:
         """Share of the rank's parameters that are trained."""
         total = self._parameters[0]
-        held = (*self.stage.blocks, *((end, end.count) for end in self.stage.ends))
         frozen = sum(
             (
                 count * (model_part.frozen - min(model_part.frozen, model_part.sharded) * (1 - 1 / self.tp))
-                for model_part, count in held
+                for model_part, count in self.stage.parts
             ),
             self.none,
         )
@@ -263,3 +280,43 @@ class Rank:
         """Parameters of a part on the rank."""
         experts = _experts(model_part, self.expert_tp)
         return _cut(model_part, self.tp, self.expert_tp) - experts + experts / self.ep
+
+
+def imbalance(experts: int, ep: np.ndarray, constants: Constants) -> np.ndarray:
+    """Ratio of the rows of the fullest of P ranks to their mean, 1 for one rank: 1 + s sqrt(P / E) sqrt(2 ln P), and at most P,
+    if one rank has all."""
+    ranks = np.minimum(ep, experts).astype(float)
+    deviation = constants.expert_spread * np.sqrt(ranks / experts)
+    return np.minimum(1 + deviation * np.sqrt(2 * np.log(ranks)), ranks)
+
+
+def uneven(part: Part, cols: KnobArrays, constants: Constants) -> np.ndarray:
+    """The imbalance of a part's mixtures; 1 without mixtures, and for experts with a capacity, which all compute as many rows."""
+    experts = max((item.experts for item in part.matmuls), default=1)
+    if experts == 1:
+        return np.ones(len(cols))
+    return np.where(cols.capacity_factor > 0, 1.0, imbalance(experts, cols.ep, constants))
+
+
+def chosen(part: Part) -> float:
+    """Experts of a token."""
+    return max((item.rows * item.experts for item in part.matmuls if item.experts > 1), default=0.0)
+
+
+def filled(cols: KnobArrays) -> np.ndarray:
+    """Rows that experts compute, relative to those routed to them: f with a capacity, some of whose places may be empty."""
+    return np.where(cols.capacity_factor > 0, cols.capacity_factor, 1.0)
+
+
+def kept(part: Part, cols: KnobArrays, precision: str, constants: Constants) -> np.ndarray:
+    """Extra bytes a token that the fullest rank keeps of a part compared with a rank that has all experts: inputs and outputs of
+    products for its additional rows (fewer with f < 1), and the returned rows, from which the gradient of the experts' weights is
+    computed."""
+    excess = uneven(part, cols, constants) * filled(cols) - 1
+    width, tp = bytes_of(precision), cols.expert_tp
+    extra = np.where((cols.ep > 1) | (cols.capacity_factor > 0), part.routed * width * filled(cols), 0.0)
+    for item in part.matmuls:
+        if item.experts > 1:
+            k, n = (size / tp if item.split == side else size for side, size in (("row", item.k), ("column", item.n)))
+            extra = extra + excess * width * item.rows * item.count * (k + n)
+    return extra / cols.token_splits

@@ -14,8 +14,7 @@ from .estimator import Estimator
 from .facts.model_facts import FactsSource
 from .facts.traced import TracedFacts
 from .hardware import Hardware, find_hardware
-from .resolved_cache import CachedFacts, ResolvedRequest, key_of, load, store, variants_of
-from .setup import TrainingSetup
+from .resolved_cache import CachedFacts, ResolvedRequest, key_of, load, store
 from .survey import device_of
 from .trainers import Trainer, built, find_trainer
 
@@ -115,8 +114,8 @@ def settled(space: Space, trainer: Trainer) -> Space:
 def _resolved(
     request: TrainingRequest, machine: Hardware, devices: int, previous: TracedFacts | None
 ) -> tuple[FactsSource, ResolvedRequest]:
-    """The source of the facts of a request's model, and the rest of the resolved request: from the cache if all of it is there,
-    otherwise resolved, with the model of an earlier request if there is one."""
+    """The source of the facts of a request's model, and the rest of the resolved request, from the cache or resolved: with the
+    model of an earlier request if there is one."""
     device = device_of(machine)
     key = key_of(request, device, devices)
     cached = None if key is None else load(key, ResolvedRequest)
@@ -125,10 +124,7 @@ def _resolved(
         def remake() -> TracedFacts:
             return TracedFacts(resolve(request, device, devices).workload, machine.operators, machine.liger)
 
-        source = CachedFacts(cached.model_id, machine.operators, machine.liger, remake)
-        setup = TrainingSetup(devices=devices, **without_knobs(cached.space))
-        if source.has_all(variants_of(cached.space, setup)):
-            return source, cached
+        return CachedFacts(cached.model_id, machine.operators, machine.liger, remake), cached
     with without_collection():
         answer = resolve(request, device, devices, None if previous is None else previous.workload)
     resolved = ResolvedRequest.of(answer)
@@ -157,8 +153,4 @@ def machine_of(
 
 def without_knobs(space: Space) -> dict[str, Any]:
     """Values of knobs that a space lacks: a space without `precision` trains in float32."""
-    names = {knob.name for knob in space.knobs}
-    values: dict[str, Any] = {}
-    if "precision" not in names:
-        values["precision"] = "fp32"
-    return values
+    return {} if "precision" in space.by_name else {"precision": "fp32"}

@@ -7,9 +7,8 @@ request; everything else is resolved again.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,9 +24,8 @@ from ..models.resolve import configuration_file
 from ..models.workload import Workload
 from ..space import Space
 from .facts import disk_cache
-from .facts.model_facts import FactsSource, ModelFacts, Variant
+from .facts.model_facts import FactsSource, ModelFacts
 from .facts.traced import derived, named, traced_variant
-from .setup import TrainingSetup
 
 FORMAT = 3  # raised when what is stored changes
 ROOMS = ("base", "estimator", "knobs", "models", "schedule", "space")
@@ -182,13 +180,6 @@ def _packages() -> dict[str, int]:
     return {folder: os.stat(folder).st_mtime_ns for folder in sorted(folders) if os.path.isdir(folder)}
 
 
-def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
-    """Combinations of precision, attention, fusion and kernels in a space; missing knobs have the setup's values."""
-    knob_values: dict[str, tuple[Any, ...]] = {knob.name: knob.values for knob in space.knobs if not knob.derived}
-    names = ("precision", "attention", "fusion", "kernels")
-    return list(product(*(knob_values.get(name, (getattr(setup, name),)) for name in names)))
-
-
 @dataclass
 class CachedFacts:
     """The facts of a cached workload: from disk, or traced if they are missing."""
@@ -202,18 +193,9 @@ class CachedFacts:
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant; raises as `TracedFacts.facts`."""
-        traced = self._on_disk(traced_variant((precision, attention, fusion, kernels), self.liger))
-        if traced is not None:
-            return derived(traced, precision, kernels)
+        traced = traced_variant((precision, attention, fusion, kernels), self.liger)
+        stored = disk_cache.load(disk_cache.key_of(self.model_id, named(traced, self.device_type)))
+        if stored is not None:
+            return derived(stored, precision, kernels)
         self._made = self._made or self.remake()
         return self._made.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
-
-    def has_all(self, variants: Iterable[Variant]) -> bool:
-        """True if every (precision, attention, fusion, kernels) is on disk."""
-        return all(
-            self._on_disk(variant) is not None
-            for variant in {traced_variant(variant, self.liger) for variant in variants}
-        )
-
-    def _on_disk(self, traced: Variant) -> ModelFacts | None:
-        return disk_cache.load(disk_cache.key_of(self.model_id, named(traced, self.device_type)))

@@ -20,10 +20,28 @@ LOSSES = ("plain", "parallel", "compiled", "fused", "chunked")
 vocabulary, in place; `compiled` by operators that a compiler fuses, over 16-bit logits beside their gradient; `fused` by one
 kernel over 16-bit logits, which its gradient replaces; `chunked` together with the head, a chunk of tokens at a time, so that
 logits are never stored."""
-_REPORTED = ("fullest", "first", "last")
 PRODUCTS = ("fp16", "fp8", "mxfp8", "nvfp4")
 """Number formats of products beyond those of precisions: 8 bits with a scale a tensor or row, 8 bits with one for each 32
 numbers, 4 bits with one for each 16."""
+
+
+_COUNTS = (
+    "devices", "tp", "sp", "cp", "pp", "ep", "hsdp", "micro_batch", "virtual_stages", "seq_len", "global_batch", "grad_accum",
+)  # fmt: skip
+_NAMES = {
+    "optimizer": OPTIMIZERS,
+    "precision": PRECISIONS,
+    "pipeline": PIPELINES,
+    "offload": OFFLOADS,
+    **dict.fromkeys(("parameter_dtype", "gradient_dtype", "gather_dtype", "reduce_dtype"), _DTYPES),
+    "optimizer_dtype": (*_DTYPES, "int8"),
+    "master_weights": ("none", *_DTYPES),
+    "reported_rank": ("fullest", "first", "last"),
+    "loss": LOSSES,
+    "attention_kernel": ATTENTION_KERNELS,
+    "products": PRODUCTS,
+}
+"""Values of the fields that are names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,46 +200,24 @@ class TrainingSetup:
     """Knobs that configurations may have but that are ignored: the setup's value counts, as a fact of a framework."""
 
     def __post_init__(self) -> None:
-        for name in ("devices", "tp", "sp", "cp", "pp", "ep", "hsdp", "micro_batch", "virtual_stages"):
-            _at_least_one(name, getattr(self, name))
-        for name in ("seq_len", "global_batch", "grad_accum"):
-            if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
-        if self.zero not in (0, 1, 2, 3):
-            raise UsageError(f"TrainingSetup: zero must be 0, 1, 2 or 3, but got {self.zero!r}")
-        if not self.capacity_factor >= 0:
-            raise UsageError(f"TrainingSetup: capacity_factor must be from 0 on, but got {self.capacity_factor!r}")
-        if not 0 <= self.checkpoint_ratio <= 1:
-            raise UsageError(f"TrainingSetup: checkpoint_ratio must be from 0 to 1, but got {self.checkpoint_ratio!r}")
-        for name, values in (
-            ("optimizer", OPTIMIZERS),
-            ("precision", PRECISIONS),
-            ("pipeline", PIPELINES),
-            ("offload", OFFLOADS),
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"TrainingSetup: {name} must be an integer of at least 1, but got {value!r}")
+        for name, valid, rule in (
+            ("zero", self.zero in (0, 1, 2, 3), "0, 1, 2 or 3"),
+            ("capacity_factor", self.capacity_factor >= 0, "from 0 on"),
+            ("checkpoint_ratio", 0 <= self.checkpoint_ratio <= 1, "from 0 to 1"),
+            ("memory_limit_mib", self.memory_limit_mib is None or self.memory_limit_mib > 0, "positive"),
+            ("state_share", 0 < self.state_share <= 1, "above 0, at most 1"),
+            ("bucket_mib", self.bucket_mib > 0, "positive"),
         ):
-            if getattr(self, name) not in values:
-                raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), values)}")
-        for name in ("parameter_dtype", "gradient_dtype", "optimizer_dtype", "gather_dtype", "reduce_dtype"):
-            dtypes = (*_DTYPES, "int8") if name == "optimizer_dtype" else _DTYPES
-            if getattr(self, name) not in (None, *dtypes):
-                raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), dtypes)}")
-        if self.master_weights not in (None, "none", *_DTYPES):
-            raise UsageError(f"TrainingSetup: {unknown('master_weights', self.master_weights, ('none', *_DTYPES))}")
-        if self.memory_limit_mib is not None and not self.memory_limit_mib > 0:
-            raise UsageError(f"TrainingSetup: memory_limit_mib must be positive, but got {self.memory_limit_mib!r}")
-        if self.reported_rank not in _REPORTED:
-            raise UsageError(f"TrainingSetup: {unknown('reported_rank', self.reported_rank, _REPORTED)}")
-        if self.loss not in (None, *LOSSES):
-            raise UsageError(f"TrainingSetup: {unknown('loss', self.loss, LOSSES)}")
+            if not valid:
+                raise UsageError(f"TrainingSetup: {name} must be {rule}, but got {getattr(self, name)!r}")
+        for name, values in _NAMES.items():
+            if (value := getattr(self, name)) is not None and value not in values:
+                raise UsageError(f"TrainingSetup: {unknown(name, value, values)}")
         modules_of(self.recompute_modules)
-        if self.attention_kernel not in (None, *ATTENTION_KERNELS):
-            raise UsageError(f"TrainingSetup: {unknown('attention_kernel', self.attention_kernel, ATTENTION_KERNELS)}")
-        if self.products not in (None, *PRODUCTS):
-            raise UsageError(f"TrainingSetup: {unknown('products', self.products, PRODUCTS)}")
-        if not 0 < self.state_share <= 1:
-            raise UsageError(f"TrainingSetup: state_share must be above 0, at most 1, but got {self.state_share!r}")
-        if not self.bucket_mib > 0:
-            raise UsageError(f"TrainingSetup: bucket_mib must be positive, but got {self.bucket_mib!r}")
 
     @property
     def in_pieces(self) -> bool:
@@ -238,8 +234,3 @@ class TrainingSetup:
     def replace(self, **changes: Any) -> "TrainingSetup":
         """A copy with some fields changed."""
         return replace(self, **changes)
-
-
-def _at_least_one(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"TrainingSetup: {name} must be an integer of at least 1, but got {value!r}")

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from .facts.model_facts import Rebuilt
-from .links import TimedRank, boundary_width, residual_bytes
-from .sequences import ring_waits
+from .links import TimedRank, boundary_width, residual_bytes, ring_waits
 from .stages import crossings, idle_slot
 from .work import Work
 

@@ -43,6 +43,11 @@ class Stage:
         """Number of its blocks."""
         return len(self.indices)
 
+    @property
+    def parts(self) -> "tuple[tuple[Part, float | np.ndarray], ...]":
+        """All its parts, blocks first, and the number of each."""
+        return (*self.blocks, *((end, end.count) for end in self.ends))
+
     def recomputed(self, ratio: float) -> float:
         """Share of its blocks that are recomputed at a checkpoint ratio, 0 to 1."""
         return sum(len(recomputed(size, ratio)) for size in self.sizes) / self.count if self.count else 0.0

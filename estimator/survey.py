@@ -68,8 +68,6 @@ class Survey:
     """The one that needs the least memory."""
     best_exact: Ranked | None
     """The fastest that fits and has no lossy value; None if the space has no lossy values, or none fits."""
-    out: Mapping[str, int]
-    """Number of rejected configurations by reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +183,6 @@ def surveyed(predicted: Predicted, ranks: np.ndarray, best: tuple[Ranked, ...]) 
     exact = ranks[:0]
     if lossy := lossy_of_space(predicted.space):
         exact = ranks[~_lossy(predicted, lossy)[ranks]]
-    table = predicted.table.first(predicted.drawn)
     return Survey(
         best=best,
         valid=predicted.valid,
@@ -193,7 +190,6 @@ def surveyed(predicted: Predicted, ranks: np.ndarray, best: tuple[Ranked, ...]) 
         fitting=int((ranks < predicted.drawn).sum()),
         smallest=predicted.ranked(int(np.argmin(predicted.table.peak_memory_mib))) if len(predicted.table) else None,
         best_exact=predicted.ranked(int(exact[0])) if len(exact) else None,
-        out=_reasons(table, best[0].estimate if best else None),
     )
 
 
@@ -228,30 +224,6 @@ def ranking(table: EstimateTable) -> np.ndarray:
     """Indices of the configurations that fit, the fastest first; ties are ordered by memory."""
     fits = np.flatnonzero(table.fits & np.isfinite(table.step_ms))
     return fits[np.lexsort((table.peak_memory_mib[fits], -table.preference[fits]))]
-
-
-def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:
-    """Reasons for rejected configurations, the most frequent first."""
-    reasons: dict[str, int] = {}
-    impossible = ~np.isfinite(table.step_ms)
-    if impossible.any():
-        reasons["more pipeline stages than blocks"] = int(impossible.sum())
-    unfit = np.flatnonzero(~table.fits & ~impossible)
-    if len(unfit):
-        names = [name for name in table.breakdown if name.startswith("memory.")]
-        terms = np.stack([table.breakdown[name][unfit] for name in names])
-        largest = np.argmax(np.nan_to_num(terms), axis=0)
-        for code in np.unique(largest):
-            term = names[code].removeprefix("memory.")
-            reasons[f"does not fit; most of its memory is {term}"] = int((largest == code).sum())
-    if best is not None:
-        fits = table.fits & ~impossible
-        slow = fits & (table.throughput < 0.5 * best.throughput)
-        for kind in np.unique(table.binds[slow].astype(str)) if slow.any() else ():
-            reasons[f"fits, but at less than half the best throughput; bound by {kind}"] = int(
-                (table.binds[slow] == kind).sum()
-            )
-    return dict(sorted(reasons.items(), key=lambda item: -item[1]))
 
 
 def checked_config(space: Space, values: Mapping[str, Any]) -> Config:

@@ -29,7 +29,6 @@ from .facts.model_facts import ModelFacts
 from .hardware import Hardware
 from .knob_arrays import KnobArrays
 from .links import Links, TimedRank, boundary_width, residual_bytes
-from .risks import stall_chance, stall_seconds
 from .setup import TrainingSetup
 from .slot import Slot, clocks, pipeline, slot_of
 from .stages import Division, Group as StageGroup, Stage, divided, handovers
@@ -193,6 +192,7 @@ def _terms(
 ) -> dict[str, np.ndarray]:
     """The terms of a stage's step by their names."""
     accum, none = rank.accum, rank.none
+    likely = stall_chance(rank.cols, rank.links.hardware, rank.links.constants) > 0.5
     return {
         "matmul": accum * slot.matmul,
         "attention": accum * slot.attention,
@@ -210,7 +210,7 @@ def _terms(
         "bubble": bubble,
         "optimizer": update_seconds(rank),
         "offload": offload_seconds(rank) + activation_transfers(rank, slot.forward, slot.backward),
-        "stalls": _stalls(rank.cols, rank.links.hardware, rank.links.constants),
+        "stalls": np.where(likely, stall_seconds(rank.cols, rank.links.constants), none),
         "fixed": none + rank.links.constants.step_ms * 1e-3,
     }
 
@@ -278,6 +278,19 @@ def _hidden_behind(
     return sum((seconds for seconds, _ in exposed), none), sum((busy for _, busy in exposed), none)
 
 
-def _stalls(cols: KnobArrays, hardware: Hardware, constants: Constants) -> np.ndarray:
-    """Seconds that a stall of the network adds to a step, where it is likelier than not."""
-    return np.where(stall_chance(cols, hardware, constants) > 0.5, stall_seconds(cols, constants), 0.0)
+def stall_seconds(cols: KnobArrays, constants: Constants) -> np.ndarray:
+    """Seconds that a stall of the network would add to a step, shape (n,)."""
+    return (cols.grad_accum + cols.pp - 1) * 2.0 * np.minimum(cols.pp - 1, 2) * constants.stall_ms * 1e-3
+
+
+def stall_chance(cols: KnobArrays, hardware: Hardware, constants: Constants) -> np.ndarray:
+    """Chance that a run's pipeline stalls on the network, 0 to 1; see `Constants.stall_ms`."""
+    nodes = cols.tp * cols.pp * cols.replicas / hardware.devices_per_node
+    least = constants.stall_least
+    chance = least + (1 - least) / (1 + (constants.stall_nodes / nodes) ** 6)
+    if constants.stalls_without_zero:
+        # More gradient rings beside the pipeline make a stall more likely.
+        rings = 1 / (1 + (constants.stall_rings / (cols.replicas * nodes)) ** 3)
+        chance = np.where((cols.zero == 0) & (cols.replicas > 1), np.maximum(chance, rings), chance)
+    possible = (nodes > 1) & (cols.pp > 1) & (constants.stall_ms > 0)
+    return np.where(possible, chance, 0.0)

@@ -12,12 +12,11 @@ import numpy as np
 
 from ..knobs.meaning import FLOAT8
 from .constants import Constants
-from .experts import filled
 from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
 from .hardware import Hardware
 from .kernels import attention_share, kernel_of, product_seconds, products_of
 from .knob_arrays import KnobArrays
-from .rank import per_token
+from .rank import filled, per_token
 from .setup import TrainingSetup
 
 

@@ -83,7 +83,7 @@ def refiner(
             config=Config(refinement.config),
             # Only the gain is predicted: the speed of the uniform configuration was measured.
             predicted_throughput=(1 + refinement.gain) * winner.throughput,
-            predicted_memory_mib=refinement.peak_memory_mib,
+            predicted_memory_mib=refinement.estimate.peak_memory_mib,
             summary="\n".join(refinement.lines()),
         )
 

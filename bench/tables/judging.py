@@ -10,9 +10,9 @@ from redline.base.errors import RedlineError
 from redline.estimator import Constants, Estimator
 from redline.estimator.calibration import REACH, Correction, fit, leaves_node, memory_groups, time_groups
 from redline.estimator.estimate import Z80
-from redline.estimator.estimator import _normal
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.trainers import find_trainer
+from scipy.special import ndtr
 
 from .form import Run
 from .reading import Source
@@ -181,7 +181,7 @@ class Parts:
             out["fullest"], full_std = found.apply(self.fullest, self.memory_noise, left)
             out["memory"] = np.minimum(peak, self.limit)
             out["fits"] = (out["fullest"] <= self.limit).astype(float)
-            out["chance"] = _normal(np.log(self.limit / out["fullest"]) / full_std)
+            out["chance"] = ndtr(np.log(self.limit / out["fullest"]) / full_std)
         return out
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
+from ...estimator.collectives import Wire
+from ...estimator.document import fullest_rank
 from ...estimator.estimate import Z80
-from ...estimator.fullest import fullest_rank
-from ...estimator.links import Wire
 from ...models import Workload
 from ...results import Measurement, RankReport, Status
 from ...results.summary import Z95

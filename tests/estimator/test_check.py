@@ -334,7 +334,7 @@ def test_a_model_that_is_one_unit_of_fsdp_has_whole_weights_and_gradients(tmp_pa
 
 
 def test_a_change_is_surely_faster_and_has_no_idle_setting():
-    from redline.estimator.faster import GAIN
+    from redline.estimator.predictor import GAIN
 
     given = f"{MEGATRON} --overlap-grad-reduce"
     found = check(read(given), "h100-80gb")

@@ -2,8 +2,8 @@
 
 import pytest
 from redline.estimator import Estimator, TrainingSetup
+from redline.estimator.document import fullest_rank
 from redline.estimator.facts.model_facts import ModelFacts
-from redline.estimator.fullest import fullest_rank
 from redline.estimator.hardware import find_hardware
 
 SIZES = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "precision": "bf16"}

@@ -55,8 +55,8 @@ def test_short_memory_leaves_a_gain_within_the_limit():
     layerwise = found.layerwise
     uniform = found.ranked[0]
     assert layerwise.gain > 0
-    assert layerwise.peak_memory_mib <= request.estimator.memory_limit_mib
-    assert layerwise.throughput > uniform.estimate.throughput
+    assert layerwise.estimate.peak_memory_mib <= request.estimator.memory_limit_mib
+    assert layerwise.estimate.throughput > uniform.estimate.throughput
     # Fewer blocks are recomputed than by the uniform winner, which has a coarser ratio.
     assert (
         sum(each.ckpt for each in layerwise.layers) < 24 * uniform.config["checkpoint_ratio"]
@@ -89,9 +89,9 @@ def test_the_refined_configuration_is_predicted_as_it_was_reported(asked):
         (table.step_ms[1], table.peak_memory_mib[1], table.throughput[1]),
         (again.step_ms, again.peak_memory_mib, again.throughput),
     ):
-        assert step == pytest.approx(refinement.step_ms, rel=1e-9)
-        assert memory == pytest.approx(refinement.peak_memory_mib, rel=1e-9)
-        assert rate == pytest.approx(refinement.throughput, rel=1e-9)
+        assert step == pytest.approx(refinement.estimate.step_ms, rel=1e-9)
+        assert memory == pytest.approx(refinement.estimate.peak_memory_mib, rel=1e-9)
+        assert rate == pytest.approx(refinement.estimate.throughput, rel=1e-9)
     assert table.step_ms[0] == pytest.approx(found.ranked[0].estimate.step_ms, rel=1e-9)
 
 
@@ -187,7 +187,7 @@ def test_a_plan_shares_sequences_where_a_micro_batch_has_too_few_samples():
 
     request, found = plan()
     assert found.gain > 0.05 and {(each.tp, each.sp * each.cp) for each in found.layers} == {(1, 4)}
-    assert request.estimator(found.config).throughput == pytest.approx(found.throughput, rel=1e-9)
+    assert request.estimator(found.config).throughput == pytest.approx(found.estimate.throughput, rel=1e-9)
     # Samples are enough, or sequences are to stay whole.
     assert all(each.sp * each.cp == 1 for each in plan(micro_batch=4)[1].layers)
     assert all(each.sp * each.cp == 1 for each in plan(sp=1, cp=1)[1].layers)
@@ -236,10 +236,10 @@ def test_no_plan_is_named_that_is_predicted_slower_than_the_uniform_winner(devic
     for hardware, batch in (("a100-40gb", 64), ("h100-80gb", 256)):
         request, found = refined(hardware=hardware, devices=devices, global_batch=batch)
         plan, uniform = found.layerwise, found.ranked[0]
-        assert plan.throughput >= uniform.estimate.throughput
-        assert plan.peak_memory_mib <= request.estimator.memory_limit_mib
+        assert plan.estimate.throughput >= uniform.estimate.throughput
+        assert plan.estimate.peak_memory_mib <= request.estimator.memory_limit_mib
         if plan.layers:
-            assert request.estimator(plan.config).throughput == pytest.approx(plan.throughput, rel=1e-9)
+            assert request.estimator(plan.config).throughput == pytest.approx(plan.estimate.throughput, rel=1e-9)
 
 
 def test_a_deep_model_on_many_devices_is_planned_in_seconds():
@@ -251,7 +251,7 @@ def test_a_deep_model_on_many_devices_is_planned_in_seconds():
     start = time.process_time()
     plan = refine(request.estimator, winner, facts, relatives(request.space, winner.config))
     assert time.process_time() - start < 2 * SLOWER_HERE
-    assert plan.throughput >= winner.estimate.throughput
+    assert plan.estimate.throughput >= winner.estimate.throughput
     assert not plan.layers or len(plan.layers) == 128
 
 
@@ -263,11 +263,11 @@ def test_some_blocks_offload_their_optimizer_state_where_all_of_it_does_not_fit(
     plan, uniform = found.layerwise, found.ranked[0]
     assert uniform.config["offload"] == "optimizer" and plan.config["offload"] == "none"
     assert {each.offload for each in plan.layers} == {True, False} and plan.amounts_to() is None
-    assert plan.gain > 0.1 and plan.peak_memory_mib <= request.estimator.memory_limit_mib
+    assert plan.gain > 0.1 and plan.estimate.peak_memory_mib <= request.estimator.memory_limit_mib
     again = request.estimator(plan.config)
-    assert again.throughput == pytest.approx(plan.throughput, rel=1e-9)
+    assert again.throughput == pytest.approx(plan.estimate.throughput, rel=1e-9)
     on_device = request.estimator({**plan.config, "strategy": plan.config["strategy"].replace("offload", "-")})
-    assert on_device.throughput > plan.throughput and not on_device.fits
+    assert on_device.throughput > plan.estimate.throughput and not on_device.fits
     # A fixed knob is kept.
     kept = shape_request(SHAPE, "a100-40gb", fix={**fix, "offload": "none"}, **asked)
     assert not any(each.offload for each in estimate_document(kept, layerwise=True).layerwise.layers)
@@ -284,7 +284,7 @@ def test_stages_with_the_head_get_fewer_blocks_where_that_is_faster():
     plan, even = found.layerwise, found.ranked[0].estimate
     sizes = [int(each) for each in plan.config["stage_blocks"].split(",")]
     assert sum(sizes) == 32 and sizes[-1] < min(sizes[:-1]) and 'stage_blocks="' in "\n".join(plan.lines())
-    assert plan.throughput > 1.05 * even.throughput
+    assert plan.estimate.throughput > 1.05 * even.throughput
     without = {name: value for name, value in plan.config.items() if name != "stage_blocks"}
     assert request.estimator(plan.config).throughput > 1.05 * request.estimator(without).throughput
     # A fixed division is kept.
@@ -328,8 +328,8 @@ def test_plans_are_at_least_as_fast_as_published_ones(shape, hardware, gib, batc
     )
     theirs = request.estimator({**fix, **plan})
     found = estimate_document(request, top=1, layerwise=True)
-    assert found.layerwise.throughput >= theirs.throughput
-    assert found.layerwise.peak_memory_mib <= gib * 1024
+    assert found.layerwise.estimate.throughput >= theirs.throughput
+    assert found.layerwise.estimate.peak_memory_mib <= gib * 1024
 
 
 EXPERTS = Shape(
@@ -353,8 +353,8 @@ def test_blocks_spread_their_experts_as_memory_allows():
         assert {each["ep"] for each in others} == {1, 2, 4, 8}
     facts = request.estimator.facts_of(knob_arrays([winner.config], request.estimator.training), 0)
     plan = refine(request.estimator, winner, facts, others)
-    assert plan.throughput >= winner.estimate.throughput
-    assert request.estimator(plan.config).throughput == pytest.approx(plan.throughput, rel=1e-9)
+    assert plan.estimate.throughput >= winner.estimate.throughput
+    assert request.estimator(plan.config).throughput == pytest.approx(plan.estimate.throughput, rel=1e-9)
     # The more blocks spread their experts, the less memory is needed.
     base = {name: value for name, value in winner.config.items() if name not in ("ep", "checkpoint_ratio")}
     peaks = [
@@ -369,9 +369,7 @@ def test_a_uniform_plan_is_no_gain_of_layers():
     uniform = SimpleNamespace(estimate=estimate)
     one, other = (BlockStrategy(tp=1, ep=1, zero=0, ckpt=each) for each in (False, True))
     for layers, text in (((one, one), "nothing is gained"), ((one, other), "+20.0 % over the uniform winner")):
-        made = Layerwise(
-            uniform=uniform, config={"tp": 1}, step_ms=8.0, throughput=120.0, peak_memory_mib=2048.0, probability_fits=0.72,
-            layers=layers,
-        )  # fmt: skip
+        planned = SimpleNamespace(throughput=120.0, peak_memory_mib=2048.0, probability_fits=0.72)
+        made = Layerwise(uniform=uniform, config={"tp": 1}, estimate=planned, layers=layers)
         assert text in made.lines()[0]
     assert "at 2.0 GiB instead of 1.0 GiB; 72 % chance to fit" in made.lines()[0]

@@ -13,9 +13,8 @@ from redline.estimator.facts.traced import trace_facts
 from redline.estimator.hardware import find_hardware
 from redline.estimator.kernels import attention_share, products_of
 from redline.estimator.knob_arrays import knob_arrays
-from redline.estimator.risks import stall_chance
 from redline.estimator.slot import clocks, slot_of
-from redline.estimator.time import step_time
+from redline.estimator.time import stall_chance, step_time
 from redline.estimator.trainers import find_trainer
 from redline.estimator.work import RING_MERGE, matmul_seconds
 from redline.models.lora import Lora, with_lora

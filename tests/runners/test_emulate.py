@@ -3,7 +3,7 @@
 import pytest
 import redline as rl
 from redline.base.device import detect
-from redline.estimator.fullest import fullest_rank
+from redline.estimator.document import fullest_rank
 from redline.estimator.hardware import find_hardware
 from redline.results import Status
 from redline.runners import TimingPlan, TrialTerms

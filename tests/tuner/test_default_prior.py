@@ -1,5 +1,6 @@
 """Without a named model, the standard names of knobs guide the search; wrong ones mislead it only briefly."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -47,7 +48,15 @@ def cluster(limit_mib=78_000.0):
     """Measurements of a simulated cluster of 16 H100 with a model of 13 B parameters, a size that the prior does not assume."""
     shape = Shape(layers=40, hidden=5120, heads=40, intermediate=13824, vocabulary=32000)
     setup = TrainingSetup(devices=16, seq_len=2048, global_batch=TOTAL, memory_limit_mib=limit_mib)
-    made = Estimator(shape, H100, setup).sampled(np.random.default_rng(3)).table(list(SPACE))
+    estimator, random = Estimator(shape, H100, setup), np.random.default_rng(3)
+    for name in ("_time", "_memory"):
+        correction = getattr(estimator, name)
+        scale = np.sqrt(np.diag(correction.covariance))
+        shift = np.clip(
+            random.multivariate_normal(np.zeros(len(scale)), correction.covariance), -1.5 * scale, 1.5 * scale
+        )
+        setattr(estimator, name, dataclasses.replace(correction, theta=correction.theta + shift))
+    made = estimator.table(list(SPACE))
     return {
         config: Measurement(status=Status.OK, throughput=speed, unit="tokens/s")
         if need <= limit_mib
