@@ -85,7 +85,7 @@ def test_pages_fit_phone_and_desktop_in_both_schemes(tab, address, phone, deskto
         tab.emulate_media(color_scheme=scheme)
         for place, ready in (
             ("", ".run-line"),
-            ("#/run/first", "#predicted .plot svg"),
+            ("#/run/first", "#memory .plot svg"),
             ("#/overlay/first/second", "#overlay-winners td"),
         ):
             tab.goto(address + place)

@@ -39,7 +39,7 @@ def test_every_script_of_the_package_is_in_a_page():
 
 def test_every_figure_has_a_text_for_screen_readers(tab, made):
     tab.goto(made.as_uri())
-    tab.locator("#predicted svg.chart").wait_for()
+    tab.locator("#effects svg.chart").first.wait_for()
     labels = tab.evaluate(
         "[...document.querySelectorAll('figure svg.chart')].map((each) => [each.getAttribute('role'), each.getAttribute('aria-label')])"
     )

@@ -293,7 +293,7 @@ def test_few_trials_no_success_and_none_at_all_are_pages_too(tab, tmp_path, over
 def test_five_thousand_trials_stay_quick_to_draw_and_to_scroll(tab, tmp_path, disk, expect):
     disk.write_run(tmp_path / "many", 5000)
     tab.goto(write_report(tmp_path / "many").as_uri())
-    tab.locator("#predicted .plot svg").wait_for()
+    tab.locator("#memory .plot svg").first.wait_for()
     assert "5,000 trials" in tab.locator("#trials [role=status]").inner_text()
     # The page is quick because it has few elements, for any number of trials.
     assert tab.evaluate("document.querySelectorAll('*').length") < 6000
