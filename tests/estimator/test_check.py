@@ -182,9 +182,10 @@ def test_hub_ids_of_presets_need_no_network():
         "openai-community/gpt2": "gpt2",
         "llama3_8b": "llama3-8b",
         "deepseek_v3-671B": "deepseek-v3",
+        "deepseek_v3-16B": "deepseek-v3-16b",
     }
     assert {name: preset_of(name) for name in names} == names
-    assert preset_of("deepseek_v3-16B") is None, "another size of the family"
+    assert preset_of("deepseek_v3-236B") is None, "another size of the family"
     assert preset_of("somebody/unknown-9b") is None
 
 
