@@ -48,7 +48,7 @@ def formed_logits(workload: Workload) -> str | None:
     the model.
     """
     from ..schedule import create_schedule
-    from ..schedule.primitives.fused import formed_for
+    from ..schedule.primitives.fused_loss import formed_for
 
     schedule = workload.schedule or generic_schedule
     assert isinstance(schedule, StandardSchedule)

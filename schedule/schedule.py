@@ -14,7 +14,7 @@ from .primitives import (
     data_parallel,
     experts,
     formats,
-    fused,
+    fused_loss as fused_losses,
     graphs,
     modules,
     pipelines,
@@ -58,9 +58,7 @@ class Schedule(ScheduledModule):
     float8 = formats.float8
     fork_rng = tensor_parallel.fork_rng
     fuse = graphs.fuse
-    fused_attention = fused.fused_attention
-    fused_gelu = fused.fused_gelu
-    fused_loss = fused.fused_loss
+    fused_loss = fused_losses.fused_loss
     hook = modules.hook
     limit_experts = experts.limit_experts
     offload = data_parallel.offload

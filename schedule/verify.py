@@ -16,12 +16,12 @@ from ..base.errors import ScheduleError
 from .build import Context, complete, device_of, prepare, separated
 from .comparison import Numbers, Tolerance, allowance, compare, departure, gradients_of, noise_ratio, weights_of
 from .forward import Layer, layers_of, loss_of, tensors_of
-from .fused_logits import FusedLogits, formed
 from .graph.by_example import as_call
 from .parallel.collectives import Axis, all_gather, axis_of
 from .parallel.sequences import CutSequence
 from .parallel.sharding import owner, shards_of
 from .parallel.vocabulary import SplitLogits, whole_logits
+from .primitives.fused_loss import FusedLogits, formed
 from .random_state import modes_kept, quiet, rates_of
 from .schedule import Schedule
 from .tree import find_module, join

@@ -352,9 +352,9 @@ class _Probed:
 
         from ..base._torch import format_of_losses
         from ..schedule.forward import logits_of, loss_of
-        from ..schedule.fused_logits import FusedLogits
         from ..schedule.parallel.collectives import all_reduce
         from ..schedule.parallel.vocabulary import SplitLogits
+        from ..schedule.primitives.fused_loss import FusedLogits
 
         loss = output if isinstance(output, torch.Tensor) else loss_of(output)
         if loss is not None:

@@ -1,8 +1,8 @@
 """Facts that follow from those of a model's whole training: under the knob `kernels`, of trainings of some blocks or in a low
 rank, and with modules that each block recomputes.
 
-`kernels` computes the loss without the logits of a micro-batch (`schedule/fused_logits.py` describes how). Notation: H hidden
-size, V vocabulary, C tokens of a chunk, r bytes of a number in a hidden state, c bytes of one in the products, 4 or 2.
+`kernels` computes the loss without the logits of a micro-batch (`schedule/primitives/fused_loss.py` describes how). Notation:
+H hidden size, V vocabulary, C tokens of a chunk, r bytes of a number in a hidden state, c bytes of one in the products, 4 or 2.
 
 | of the head | in bytes |
 |---|---|

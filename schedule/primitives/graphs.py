@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ...base._torch import has_forward_hooks
 from ...base.errors import ScheduleError, TraceError, unknown
 from ..forward import add_layer, layers_of
 from ..graph.by_example import as_call, example_of, trace_by_example
@@ -15,7 +14,6 @@ from ..graph.called import check_called, graph_above, scheduled_below
 from ..graph.editing import fuse_subgraph
 from ..graph.exported import trace_exported
 from ..graph.operations import COMPILERS
-from ..graph.pattern import operation
 from ..graph.subgraph import Subgraph, find_subgraphs
 from ..graph.trace import Traced
 from ..graph.tracing import trace_symbolically
@@ -134,40 +132,34 @@ def find(
     return find_subgraphs(sch, pattern, where, explain)
 
 
-KINDS = ("linear", "layer_norm", "attention")
-
-
 @primitive
-def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> None:
-    """Splits operations of this traced module into smaller ones that can be fused with later operations.
+def decompose(sch: ScheduledModule) -> None:
+    """Splits the linear layers of this traced module into a product and the bias added, which can be fused with later
+    operations.
 
-    On a module that is called in the graph of one above it, it splits only that call.
-
-     kind | becomes |
-    ---|---|
-     `linear` | the child's product without bias (its hooks and exchanges stay), and the bias added |
-     `layer_norm` | mean, variance, scaling and shift |
-     `attention` | `scaled_dot_product_attention` as two products and a softmax |
-
-    A linear layer may be sharded before or after: cut along its input, the bias is added after the sum.
+    The children stay, with their hooks and exchanges, and compute the product only. On a module that is called in the
+    graph of one above it, it splits only that call. A layer may be sharded before or after: cut along its input, the bias
+    is added after the sum.
 
     Raises:
-        ScheduleError: not traced; unknown kind; the graph has no operations of these kinds; or the output of a layer is
-            gathered while its bias is cut.
+        ScheduleError: not traced; the graph has no linear layers with a bias; or the output of a layer is gathered while
+            its bias is cut.
     """
-    kinds_to_split = [kinds] if isinstance(kinds, str) else list(kinds)
     label = f"decompose on '{sch.name}'"
-    for kind in kinds_to_split:
-        if kind not in KINDS:
-            raise ScheduleError(f"{label}: {unknown('kind', kind, KINDS)}")
     schedule, target = _traced(sch, label)
     traced = layers_of(schedule.module, Traced)[0]
-    nodes = [node for node in traced.graph.nodes if target is None or (node.op, node.target) == ("call_module", target)]
-    plans = [plan for node in nodes for plan in _plans(schedule, label, node, kinds_to_split)]
-    if not plans:
-        raise ScheduleError(f"{label}: there is no {' or '.join(kinds_to_split)} in its graph to split")
-    for apply, node in plans:
-        apply(schedule.module, traced.graph, node)
+    calls = [node for node in traced.graph.nodes if node.op == "call_module" and target in (None, node.target)]
+    linears = [node for node in calls if _splits(schedule, label, node)]
+    if not linears:
+        raise ScheduleError(f"{label}: there is no linear layer with a bias in its graph to split")
+    for node in linears:
+        add_layer(schedule.module.get_submodule(node.target), WithoutBias())
+        with traced.graph.inserting_after(node):
+            bias = traced.graph.get_attr(f"{node.target}.bias")
+        with traced.graph.inserting_after(bias):
+            total = traced.graph.call_function(torch.add, (node, bias))
+        # Except for the sum itself, which must still use the product.
+        node.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)
     traced.changed()
 
 
@@ -181,115 +173,15 @@ def _traced(sch: ScheduledModule, label: str) -> tuple[ScheduledModule, str | No
     return type(sch)(sch.tree, enclosing_path), sch.path.removeprefix(enclosing_path).removeprefix(".")
 
 
-def _plans(sch: ScheduledModule, label: str, node: fx.Node, kinds_to_split: list[str]) -> list[tuple[Any, fx.Node]]:
-    child = sch.module.get_submodule(node.target) if node.op == "call_module" else None
-    if "linear" in kinds_to_split and child is not None and type(child) is nn.Linear and child.bias is not None:
-        if layers_of(child, WithoutBias):
-            return []  # split already
-        gathered = any(sync.mode == "fwd_post" and sync.op == "all_gather" for sync in syncs_of(child))
-        if gathered and "bias" in shards_of(child):
-            raise ScheduleError(f"{label}: the output of '{node.target}' is gathered, so its bias must be whole")
-        return [(_linear, node)]
-    if "layer_norm" in kinds_to_split and type(child) is nn.LayerNorm and not _hooked(child):
-        return [(_layer_norm, node)]
-    if "attention" in kinds_to_split and node.op == "call_function":
-        op = operation(node, sch.module)
-        if op is not None and op.name == "scaled_dot_product_attention":
-            return [(_attention, node)]
-    return []
-
-
-def _hooked(module: nn.Module) -> bool:
-    return has_forward_hooks(module) or "forward" in module.__dict__
-
-
-def _linear(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
-    add_layer(module.get_submodule(node.target), WithoutBias())
-    with graph.inserting_after(node):
-        bias = graph.get_attr(f"{node.target}.bias")
-    with graph.inserting_after(bias):
-        total = graph.call_function(torch.add, (node, bias))
-    # Except for the sum itself, which must still use the product.
-    node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
-
-
-def _layer_norm(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
-    norm = module.get_submodule(node.target)
-    dims = list(range(-len(norm.normalized_shape), 0))
-    inputs = node.args[0] if node.args else node.kwargs["input"]
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return graph.call_function(function, args, kwargs)
-
-    with graph.inserting_before(node):
-        centred = call(torch.sub, inputs, call(torch.mean, inputs, dim=dims, keepdim=True))
-        variance = call(torch.mean, call(torch.square, centred), dim=dims, keepdim=True)
-        output = call(torch.mul, centred, call(torch.rsqrt, call(torch.add, variance, norm.eps)))
-        if norm.weight is not None:
-            output = call(torch.mul, output, graph.get_attr(f"{node.target}.weight"))
-        if norm.bias is not None:
-            output = call(torch.add, output, graph.get_attr(f"{node.target}.bias"))
-    node.replace_all_uses_with(output)
-    graph.erase_node(node)
-
-
-def _attention(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
-    """Replaces a call of torch's attention by the operations of `plain_attention`."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    defaults = (None, None, None, None, 0.0, False, None, False)
-    arguments = dict(zip(names, defaults)) | dict(zip(names, node.args)) | dict(node.kwargs)
-    constants = {name: arguments[name] for name in ("is_causal", "scale", "enable_gqa")}
-    mask = arguments["attn_mask"]
-
-    def body(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -> Any:
-        return plain_attention(query, key, value, attn_mask if mask is not None else None, dropout_p, **constants)
-
-    body_graph = fx.Tracer().trace(body)
-    values = [arguments[name] for name in names[:5]]
-    placeholders = [node_in_body for node_in_body in body_graph.nodes if node_in_body.op == "placeholder"]
-    copies: dict[fx.Node, Any] = dict(zip(placeholders, values))
-    with graph.inserting_before(node):
-        for node_in_body in body_graph.nodes:
-            if node_in_body.op not in ("placeholder", "output"):
-                copies[node_in_body] = graph.node_copy(node_in_body, copies.__getitem__)
-    result = body_graph.output_node().args[0]
-    node.replace_all_uses_with(copies[result])
-    graph.erase_node(node)
-
-
-def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` as separate operations; (batch, heads, length, width)."""
-    if enable_gqa:
-        groups = query.size(-3) // key.size(-3)
-        # As torch's attention pairs heads: consecutive query heads share a key head.
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    factor = query.size(-1) ** -0.5 if scale is None else scale
-    scores = torch.matmul(query, key.transpose(-2, -1)) * factor
-    if is_causal:
-        is_masked = torch.ones_like(scores, dtype=torch.bool).tril().logical_not()
-        scores = scores.masked_fill(is_masked, float("-inf"))
-    if attn_mask is not None:
-        scores = scores + as_bias(attn_mask)
-    weights = torch.softmax(scores, -1)
-    return torch.matmul(torch.dropout(weights, dropout_p, True), value)
-
-
-# Stays one call in a graph: the branch depends on the mask's dtype, which a symbol does not have.
-@fx.wrap
-def as_bias(mask: torch.Tensor) -> torch.Tensor:
-    """Converts an attention mask to a term added to the scores: a boolean one hides positions where it is false."""
-    if mask.dtype is torch.bool:
-        return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
-    return mask
+def _splits(sch: ScheduledModule, label: str, node: fx.Node) -> bool:
+    """Returns True for the call of a linear layer with a bias that is not split yet."""
+    child = sch.module.get_submodule(node.target)
+    if type(child) is not nn.Linear or child.bias is None or layers_of(child, WithoutBias):
+        return False
+    gathered = any(sync.mode == "fwd_post" and sync.op == "all_gather" for sync in syncs_of(child))
+    if gathered and "bias" in shards_of(child):
+        raise ScheduleError(f"{label}: the output of '{node.target}' is gathered, so its bias must be whole")
+    return True
 
 
 @primitive

@@ -11,7 +11,6 @@ from ...base._torch import buffers_of, parameters_of
 from ...base.errors import ScheduleError, unknown
 from .. import collectives as differentiable
 from ..forward import Layer, add_layer, layers_of
-from ..fused_logits import FusedLogits
 from ..graph.called import check_called, used_modules
 from ..graph.trace import Traced
 from ..held import replace_tensor
@@ -24,6 +23,7 @@ from ..parallel.sharing import Sharing
 from ..parallel.vocabulary import SplitLogits
 from ..random_state import ForkedRandom
 from ..tree import ScheduledModule, is_within, primitive, with_ancestors
+from .fused_loss import FusedLogits
 from .modules import tensor_of
 
 USED_WHOLE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear)

@@ -9,7 +9,7 @@ from live import Live
 from redline.estimator import Constants, Estimator, TrainingSetup
 from redline.estimator.facts.derived import unformed
 from redline.estimator.facts.traced import TracedFacts, trace_facts
-from redline.schedule.fused_logits import most_chunk
+from redline.schedule.primitives.fused_loss import most_chunk
 from torch.nn import functional as F
 
 

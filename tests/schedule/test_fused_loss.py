@@ -8,9 +8,8 @@ import torch
 from live import Live
 from numeric import gradients, same, within
 from redline.base.errors import ScheduleError
-from redline.schedule import comparison, fused_logits as unformed
-from redline.schedule.fused_logits import FusedLogits
-from redline.schedule.primitives.fused import formed_for
+from redline.schedule import comparison
+from redline.schedule.primitives.fused_loss import FusedLogits, formed, formed_for, most_chunk
 from torch import nn
 from torch.nn import functional as F
 
@@ -121,7 +120,7 @@ def test_the_logits_of_a_micro_batch_are_never_there(half):
     logits = inputs.numel() * V * 4
     assert largest[plain] >= logits and peak[plain] >= 2 * logits
     # Logits of a chunk, in float32 and in the head's format.
-    chunk = unformed.most_chunk(H) * V * 6
+    chunk = most_chunk(H) * V * 6
     assert largest[fused] < logits / 2
     # The rest is hidden states of the three layers with their gradients, and the head's gradient.
     states, head = inputs.numel() * H * 4, V * H * 4
@@ -178,7 +177,7 @@ def test_a_part_of_the_tokens_stays_unformed_and_a_part_of_the_vocabulary_does_n
     expected, found = take(plain(inputs)), take(fused(inputs))
     assert isinstance(found, FusedLogits) is stays
     assert found.shape == expected.shape and found.dtype == expected.dtype
-    same(unformed.formed(found), expected, comparison.allowance(plain, 1, dtype=expected.dtype))
+    same(formed(found), expected, comparison.allowance(plain, 1, dtype=expected.dtype))
 
 
 # The schedule

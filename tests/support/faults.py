@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from redline.schedule import fused_logits as unformed
+from redline.schedule.primitives import fused_loss as unformed
 from torch import nn
 
 ATTENTION = {

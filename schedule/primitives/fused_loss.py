@@ -1,4 +1,4 @@
-"""Cross-entropy of logits from hidden states, a few tokens at a time, without materialising the logits.
+"""fused_loss: cross-entropy of logits from hidden states, a few tokens at a time, without materialising the logits.
 
 Notation:
 
@@ -24,13 +24,68 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from ..base._torch import DisableTorchFunctionSubclass, tree_map_only, wrapper
-from ..base.errors import ScheduleError
-from ..knobs.meaning import most_chunk
-from .parallel.collectives import Axis
-from .parallel.vocabulary import SplitLogits, losses_, num_classes
+from ...base._torch import DisableTorchFunctionSubclass, tree_map_only, wrapper
+from ...base.errors import ScheduleError
+from ...knobs.meaning import most_chunk
+from ..forward import Inner, Layer, add_layer, layers_of
+from ..graph.called import check_called
+from ..parallel.collectives import Axis
+from ..parallel.exchange import syncs_of
+from ..parallel.vocabulary import SplitLogits, losses_, num_classes
+from ..tree import ScheduledModule, primitive
+
+
+@primitive
+def fused_loss(sch: ScheduledModule) -> None:
+    """Computes the cross-entropy of this module's logits from its input, chunk by chunk, without materialising the
+    logits.
+
+    For a language-model head, an `nn.Linear`, unsharded or cut over the vocabulary with `parallel_loss`. The model's own
+    loss code does not change: `torch.nn.functional.cross_entropy` of these logits computes those of a few tokens at a
+    time, and the gradients in the same pass. Any other use materialises the logits as usual.
+
+    Raises:
+        ScheduleError: the module is not an `nn.Linear`; its loss is fused already; or ranks exchange its output.
+    """
+    label, module = f"fused_loss on '{sch.name}'", sch.module
+    if type(module) is not nn.Linear:
+        raise ScheduleError(f"{label}: the head must be an nn.Linear, but is a {type(module).__name__}")
+    if layers_of(module, FusedLoss):
+        raise ScheduleError(f"{label}: the loss is fused already")
+    if any(sync.mode in ("fwd_post", "bwd_pre") for sync in syncs_of(module)):
+        raise ScheduleError(f"{label}: ranks exchange its logits, which materialises them; use parallel_loss")
+    check_called(sch, "fused_loss")
+    add_layer(module, FusedLoss())
+
+
+def formed_for(module: nn.Module) -> dict[str, bool]:
+    """Returns the functions called with the logits of a head with `fused_loss`: True if these were materialised for it."""
+    return layers_of(module, FusedLoss)[0].formed_for
+
+
+class FusedLoss(Layer):
+    """Returns unmaterialised logits in place of the module's output."""
+
+    order = 20
+    alters = True
+
+    def __init__(self) -> None:
+        self.formed_for: dict[str, bool] = {}
+        """Names of functions that were called with the logits: True if the logits were materialised for the call."""
+
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = args[0] if args else kwargs["input"]
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        if dtype == torch.float16:
+            raise ScheduleError(
+                "fused_loss: gradients are computed before the loss is scaled, as float16 requires; use bf16"
+            )
+        product = Product(module.weight, module.bias, dtype, None, module.weight.shape[0], self.formed_for)
+        return FusedLogits.of(hidden, product)
 
 
 def chunk_tokens(hidden: int, tokens: int) -> int:
