@@ -9,8 +9,7 @@ import numpy as np
 
 from ..base.errors import UsageError, unknown
 from ..knobs.layers import RANKS, BlockStrategy, of_blocks, parse
-from ..knobs.meaning import REDUCED
-from ..knobs.pipeline import PIPELINE_SCHEDULES, blocks_of_stages
+from ..knobs.meaning import PIPELINE_SCHEDULES, REDUCED, blocks_of_stages
 from ..knobs.rules import CHUNKED, GENERAL, RULES, RuleContext
 from ..knobs.strategy import BLOCK_KNOBS, OFFLOADS
 from ..models.parallel import PIPELINES
@@ -136,7 +135,7 @@ class KnobArrays:
         return np.stack(columns, axis=1).astype(float)
 
     def order_that(self, fact: str) -> np.ndarray:
-        """True where the pipeline schedule has `fact` of `redline.knobs.pipeline.PipelineSchedule`; booleans."""
+        """True where the pipeline schedule has `fact` of `redline.knobs.meaning.PipelineSchedule`; booleans."""
         return np.array([bool(getattr(schedule, fact)) for schedule in PIPELINE_SCHEDULES.values()])[self.order]
 
     def take(self, index: np.ndarray) -> "KnobArrays":

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..base.errors import UsageError
 from ..knobs.layers import BlockStrategy
-from ..knobs.meaning import recomputed, stage_sizes
-from ..knobs.pipeline import Placement
+from ..knobs.meaning import Placement, recomputed, stage_sizes
 from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays, Split
 

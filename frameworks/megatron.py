@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..knobs.meaning import recomputed
-from ..knobs.pipeline import blocks_of_stages
+from ..knobs.meaning import blocks_of_stages, recomputed
 from ..knobs.strategy import Strategy, is_even
 from ..knobs.text import value_text
 from .common import note_order, note_tf32, optimizer_text, read_optimizer

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
+from ..knobs.meaning import PIPELINE_SCHEDULES, PipelineSchedule
 from ..knobs.strategy import Strategy
 from .common import (
     FSDP_ZERO_1,

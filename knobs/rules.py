@@ -18,8 +18,7 @@ from math import gcd
 from typing import Any
 
 from .layers import Run, parse
-from .meaning import EXCHANGES
-from .pipeline import PIPELINE_SCHEDULES, blocks_of_stages
+from .meaning import PIPELINE_SCHEDULES, blocks_of_stages
 from .strategy import DEGREES, STANDARD, Strategy
 from .text import config_text
 
@@ -104,85 +103,19 @@ def _values(rule: Rule, strategy: Strategy) -> str:
     return config_text(changed, between=", ")
 
 
-# -- degrees and batch ------------------------------------------------------------------------------------------
-
-
-def _devices(k: Any, context: RuleContext) -> Any:
-    return context.devices is not None and k.tp * k.sp * k.cp * k.pp * k.dp != context.devices
-
-
-def _global_batch(k: Any, context: RuleContext) -> Any:
-    return context.global_batch is not None and k.micro_batch * k.dp * k.grad_accum != context.global_batch
-
-
-def _hsdp_zero(k: Any, context: RuleContext) -> Any:
-    return (k.hsdp > 1) & one_of(
-        k.zero, [stage for stage, exchange in EXCHANGES.items() if "gradients" not in exchange.cut]
-    )
-
-
-def _hsdp_groups(k: Any, context: RuleContext) -> Any:
-    replicas = k.dp * k.sp * k.cp
-    return (k.hsdp > 1) & ((replicas % k.hsdp != 0) | (replicas <= k.hsdp))
-
-
-# -- sequences --------------------------------------------------------------------------------------------------
-
-
-def _no_tokens(k: Any, context: RuleContext) -> Any:
-    return not context.tokens and k.sp * k.cp > 1
-
-
-def _own_loss_of_shards(k: Any, context: RuleContext) -> Any:
-    return context.own_loss and k.sp * k.cp > 1
-
-
-def _ring_tokens(k: Any, context: RuleContext) -> Any:
-    return context.seq_len is not None and (k.cp > 1) & (context.seq_len % (2 * k.cp) != 0)
-
-
-def _shard_tokens(k: Any, context: RuleContext) -> Any:
-    return context.seq_len is not None and (k.sp * k.cp > 1) & (context.seq_len % (k.sp * k.cp) != 0)
-
-
-def _sequence_parallel_tokens(k: Any, context: RuleContext) -> Any:
-    length = context.seq_len
-    return length is not None and k.sequence_parallel & (length % (k.tp * k.sp * k.cp) != 0)
-
-
 # -- experts ----------------------------------------------------------------------------------------------------
 
 
-def _dense(k: Any, context: RuleContext) -> Any:
-    return context.experts == () and k.ep > 1
-
-
-def _dense_capacity(k: Any, context: RuleContext) -> Any:
-    return context.experts == () and k.capacity_factor > 0
-
-
-def _no_experts_to_cut(k: Any, context: RuleContext) -> Any:
-    return context.experts == () and k.etp > 0
-
-
-def _partly_cut(k: Any, context: RuleContext) -> Any:
-    return (k.etp > 1) & (k.etp != k.tp)
+def _replicas(k: Any) -> Any:
+    """Number of ranks with the same weights."""
+    return k.dp * k.sp * k.cp
 
 
 def _uneven_sharers(k: Any, context: RuleContext) -> Any:
     """ep divides neither the replicas nor, with whole experts, the replicas and tensor-parallel ranks together."""
-    replicas = k.dp * k.sp * k.cp
+    replicas = _replicas(k)
     uneven = ((replicas * k.tp) % k.ep != 0) | ((k.ep % k.tp != 0) & (k.tp % k.ep != 0))
     return (k.ep > 1) & (((k.etp != 1) & (replicas % k.ep != 0)) | ((k.etp == 1) & uneven))
-
-
-def _uneven_tokens(k: Any, context: RuleContext) -> Any:
-    length = context.seq_len
-    return length is not None and (k.etp == 1) & ((k.micro_batch * length) % (k.tp * k.sp * k.cp) != 0)
-
-
-def _uneven_experts(k: Any, context: RuleContext) -> Any:
-    return bool(context.experts) and gcd(*(context.experts or ())) % k.ep != 0
 
 
 def _experts(context: RuleContext) -> str:
@@ -218,14 +151,6 @@ NOT_SPLIT = {
 """Reason, by primitive, against a backward pass in two parts."""
 
 
-def _few_micro_batches(k: Any, context: RuleContext) -> Any:
-    return one_of(k.pipeline_schedule, _EARLY) & (k.grad_accum < k.pp)
-
-
-def _uneven_rounds(k: Any, context: RuleContext) -> Any:
-    return one_of(k.pipeline_schedule, _ROUNDS) & (k.grad_accum % k.pp != 0)
-
-
 def _stages_of(name: str) -> Rule:
     schedule = PIPELINE_SCHEDULES[name]
     fixed = schedule.least == schedule.most
@@ -242,15 +167,6 @@ def _stages_of(name: str) -> Rule:
         reason=lambda context: f"{name} runs {chunks} model chunk{'' if chunks == '1' else 's'} on each rank",
         of_stages=True,
     )
-
-
-def _other_blocks(k: Any, context: RuleContext) -> Any:
-    total = context.blocks
-    return total is not None and _meets(k.stage_blocks, lambda text: sum(blocks_of_stages(text)) != total)
-
-
-def _other_stages(k: Any, context: RuleContext) -> Any:
-    return _meets(k.stage_blocks, lambda text: k.pp * k.virtual_stages != len(blocks_of_stages(text)))
 
 
 def _splitting(k: Any) -> Any:
@@ -285,44 +201,20 @@ def _texts(strategy: Any) -> list[str]:
     return sorted({value for value in texts if isinstance(value, str)})
 
 
-def _other_depth(k: Any, context: RuleContext) -> Any:
-    return context.blocks is not None and _where(k, lambda runs: runs[-1].last + 1 != context.blocks)
-
-
-def _uneven_tp(k: Any, context: RuleContext) -> Any:
-    return _where(k, lambda runs: _any(k.tp % run.tp != 0 for run in runs if run.tp is not None and run.tp > 1))
-
-
 def _ranks(k: Any, run: Run) -> tuple[Any, Any, Any]:
     """`tp`, `sp` and `cp` of a run."""
     tp, sp, cp = ((k.tp, run.tp), (k.sp, run.sp), (k.cp, run.cp))
     return tuple(knob if of_run is None else of_run for knob, of_run in (tp, sp, cp))  # type: ignore[return-value]
 
 
+def _any_run(k: Any, selected: Callable[[Run], Any], condition: Callable[[Any, Any, Any], Any]) -> Any:
+    """Condition that a selected run of the knob `strategy` meets a condition on its `tp`, `sp` and `cp`."""
+    return _where(k, lambda runs: _any(condition(*_ranks(k, run)) for run in runs if selected(run)))
+
+
 def _shares(run: Run) -> bool:
     """True for a run with its own `sp` or `cp`."""
     return run.sp is not None or run.cp is not None
-
-
-def _uneven_ranks(k: Any, context: RuleContext) -> Any:
-    def uneven(run: Run) -> Any:
-        tp, sp, cp = _ranks(k, run)
-        multiples = [of_run % knob != 0 for of_run, knob in ((run.sp, k.sp), (run.cp, k.cp)) if of_run is not None]
-        return _any(multiples) | ((k.tp * k.sp * k.cp) % (tp * sp * cp) != 0)
-
-    return _where(k, lambda runs: _any(uneven(run) for run in runs if _shares(run)))
-
-
-def _ring_among_heads(k: Any, context: RuleContext) -> Any:
-    return (k.sp > 1) & _where(k, lambda runs: _any(run.cp > k.cp for run in runs if run.cp is not None))
-
-
-def _uneven_samples(k: Any, context: RuleContext) -> Any:
-    def uneven(run: Run) -> Any:
-        tp, sp, cp = _ranks(k, run)
-        return (k.micro_batch * tp * sp * cp) % (k.tp * k.sp * k.cp) != 0
-
-    return _where(k, lambda runs: _any(uneven(run) for run in runs if run.tp is not None))
 
 
 def _shared_sequences(degree: str) -> Callable[[Any], Any]:
@@ -333,26 +225,8 @@ def _shared_sequences(degree: str) -> Callable[[Any], Any]:
 _heads_of_runs, _ring_of_runs = _shared_sequences("sp"), _shared_sequences("cp")
 
 
-def _uneven_tokens_of_runs(k: Any, context: RuleContext) -> Any:
-    length = context.seq_len
-
-    def uneven(run: Run) -> Any:
-        _, sp, cp = _ranks(k, run)
-        return (length % (sp * cp) != 0) | ((cp > 1) & (length % (2 * cp) != 0))
-
-    return length is not None and _where(k, lambda runs: _any(uneven(run) for run in runs if _shares(run)))
-
-
-def _uneven_heads_of_runs(k: Any, context: RuleContext) -> Any:
-    def uneven(run: Run) -> Any:
-        tp, sp, _ = _ranks(k, run)
-        return context.heads % (tp * sp) != 0
-
-    return context.heads is not None and _where(k, lambda runs: _any(uneven(run) for run in runs if (run.sp or 1) > 1))
-
-
 def _uneven_ep(k: Any, context: RuleContext) -> Any:
-    replicas, common = k.dp * k.sp * k.cp, gcd(*context.experts) if context.experts else 0
+    replicas, common = _replicas(k), gcd(*context.experts) if context.experts else 0
 
     def uneven(runs: tuple[Run, ...]) -> Any:
         degrees = {run.ep for run in runs if run.ep is not None and run.ep > 1}
@@ -397,8 +271,6 @@ def _any(conditions: Iterable[Any]) -> Any:
 
 # -- formats and kernels ----------------------------------------------------------------------------------------
 
-_HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again after its forward pass, before the loss of `kernels` needs it"
-_SCALED_TOO_LATE = "`kernels` forms the head's gradient before the loss is scaled, as fp16 needs it; use bf16"
 _OTHER_ATTENTION = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
@@ -420,14 +292,16 @@ RULES: Sequence[Rule] = (
     _rule(
         "devices",
         " ".join(DEGREES),
-        _devices,
+        lambda k, context: context.devices is not None and k.tp * k.sp * k.cp * k.pp * k.dp != context.devices,
         lambda context: f"{' * '.join(DEGREES)} must equal the number of devices ({context.devices})",
         general=True,
     ),
     _rule(
         "global batch",
         "micro_batch dp grad_accum",
-        _global_batch,
+        lambda k, context: (
+            context.global_batch is not None and k.micro_batch * k.dp * k.grad_accum != context.global_batch
+        ),
         lambda context: (
             f"micro_batch * {'' if context.devices == 1 else 'dp * '}grad_accum must equal "
             f"the global batch ({context.global_batch})"
@@ -437,77 +311,97 @@ RULES: Sequence[Rule] = (
     _rule(
         "hsdp needs sharding",
         "hsdp zero",
-        _hsdp_zero,
+        lambda k, context: (k.hsdp > 1) & (k.zero < 2),
         "hsdp needs zero 2 or 3: nothing else is cut within a group of replicas",
         general=True,
     ),
     _rule(
         "hsdp groups",
         "hsdp dp sp cp",
-        _hsdp_groups,
+        lambda k, context: (k.hsdp > 1) & ((_replicas(k) % k.hsdp != 0) | (_replicas(k) <= k.hsdp)),
         "hsdp must divide the dp * sp * cp replicas into groups of two or more",
         general=True,
     ),
     _rule(
         "sequences of tokens",
         "sp cp",
-        _no_tokens,
+        lambda k, context: not context.tokens and k.sp * k.cp > 1,
         "samples have no tokens, so there is no sequence to cut",
         general=True,
     ),
     _rule(
         "own loss of sequences",
         "sp cp",
-        _own_loss_of_shards,
+        lambda k, context: context.own_loss and k.sp * k.cp > 1,
         "the workload's own loss takes whole samples, and ranks that share a sequence have a piece each",
     ),
     _rule(
         "tokens of a ring",
         "cp",
-        _ring_tokens,
+        lambda k, context: context.seq_len is not None and (k.cp > 1) & (context.seq_len % (2 * k.cp) != 0),
         lambda context: f"2 * cp must divide the {context.seq_len} tokens of a sample",
         general=True,
     ),
     _rule(
         "tokens of a shard",
         "sp cp",
-        _shard_tokens,
+        lambda k, context: context.seq_len is not None and (k.sp * k.cp > 1) & (context.seq_len % (k.sp * k.cp) != 0),
         lambda context: f"sp * cp must divide the {context.seq_len} tokens of a sample",
         general=True,
     ),
     _rule(
         "tokens of sequence_parallel",
         "sequence_parallel tp sp cp",
-        _sequence_parallel_tokens,
+        lambda k, context: (
+            context.seq_len is not None and k.sequence_parallel & (context.seq_len % (k.tp * k.sp * k.cp) != 0)
+        ),
         lambda context: f"tp * sp * cp must divide the {context.seq_len} tokens of a sample to cut them",
         general=True,
     ),
-    _rule("experts of a dense model", "ep", _dense, "the model has no experts, so ep must be 1", general=True),
+    _rule(
+        "experts of a dense model",
+        "ep",
+        lambda k, context: context.experts == () and k.ep > 1,
+        "the model has no experts, so ep must be 1",
+        general=True,
+    ),
     _rule(
         "capacity of a dense model",
         "capacity_factor",
-        _dense_capacity,
+        lambda k, context: context.experts == () and k.capacity_factor > 0,
         "the model has no experts, so capacity_factor must be 0",
     ),
     _rule(
-        "tensor parallelism of a dense model", "etp", _no_experts_to_cut, "the model has no experts, so etp must be 0"
+        "tensor parallelism of a dense model",
+        "etp",
+        lambda k, context: context.experts == () and k.etp > 0,
+        "the model has no experts, so etp must be 0",
     ),
     _rule(
         "ranks of an expert",
         "etp tp",
-        _partly_cut,
+        lambda k, context: (k.etp > 1) & (k.etp != k.tp),
         "etp must be 1 or tp: an expert is on one of the ranks that share a layer, or cut over all of them",
     ),
     _rule(
         "tokens of whole experts",
         "etp tp sp cp micro_batch",
-        _uneven_tokens,
+        lambda k, context: (
+            context.seq_len is not None
+            and (k.etp == 1) & ((k.micro_batch * context.seq_len) % (k.tp * k.sp * k.cp) != 0)
+        ),
         lambda context: (
             "with etp=1 the tp ranks divide the tokens of a micro-batch: tp * sp * cp must divide "
             f"micro_batch * {context.seq_len}"
         ),
     ),
-    _rule("experts of a rank", "ep", _uneven_experts, _experts, general=True),
+    _rule(
+        "experts of a rank",
+        "ep",
+        lambda k, context: bool(context.experts) and gcd(*(context.experts or ())) % k.ep != 0,
+        _experts,
+        general=True,
+    ),
     _rule(
         "replicas that share experts",
         "ep dp sp cp etp tp",
@@ -524,7 +418,7 @@ RULES: Sequence[Rule] = (
     _rule(
         "depth of a strategy",
         "strategy",
-        _other_depth,
+        lambda k, context: context.blocks is not None and _where(k, lambda runs: runs[-1].last + 1 != context.blocks),
         lambda context: (
             f"the runs of a strategy cover the model's {context.blocks} blocks, 0 to {context.blocks - 1}"
             if context.blocks
@@ -540,7 +434,9 @@ RULES: Sequence[Rule] = (
     _rule(
         "tp of a run",
         "strategy tp",
-        _uneven_tp,
+        lambda k, context: _where(
+            k, lambda runs: _any(k.tp % run.tp != 0 for run in runs if run.tp is not None and run.tp > 1)
+        ),
         "tp of each run of the strategy must divide tp, the ranks that share the modules outside of blocks",
     ),
     _rule(
@@ -558,19 +454,31 @@ RULES: Sequence[Rule] = (
     _rule(
         "ring of a run beside heads",
         "strategy sp cp",
-        _ring_among_heads,
+        lambda k, context: (
+            (k.sp > 1) & _where(k, lambda runs: _any(run.cp > k.cp for run in runs if run.cp is not None))
+        ),
         "if all ranks exchange heads (sp), those that a run frees do so too: leave cp out of the run and use its sp",
     ),
     _rule(
         "tokens of a run",
         "strategy sp cp",
-        _uneven_tokens_of_runs,
+        lambda k, context: (
+            context.seq_len is not None
+            and _any_run(
+                k,
+                _shares,
+                lambda tp, sp, cp: (context.seq_len % (sp * cp) != 0) | ((cp > 1) & (context.seq_len % (2 * cp) != 0)),
+            )
+        ),
         lambda context: f"sp * cp of a run, and 2 * cp in a ring, must divide the {context.seq_len} tokens of a sample",
     ),
     _rule(
         "heads of a run",
         "strategy tp sp",
-        _uneven_heads_of_runs,
+        lambda k, context: (
+            context.heads is not None
+            and _any_run(k, lambda run: (run.sp or 1) > 1, lambda tp, sp, cp: context.heads % (tp * sp) != 0)
+        ),
         lambda context: (
             f"tp * sp of a run must divide the {context.heads} attention heads{_divisors(context.heads or 0)}"
         ),
@@ -578,14 +486,22 @@ RULES: Sequence[Rule] = (
     _rule(
         "ranks of a run",
         "strategy tp sp cp",
-        _uneven_ranks,
+        lambda k, context: _any_run(
+            k,
+            _shares,
+            lambda tp, sp, cp: (sp % k.sp != 0) | (cp % k.cp != 0) | ((k.tp * k.sp * k.cp) % (tp * sp * cp) != 0),
+        ),
         "the ranks that a smaller tp of a run frees share its sequences or samples: sp and cp of the run must be multiples "
         "of the knobs sp and cp, and tp * sp * cp of the run must divide tp * sp * cp of the knobs",
     ),
     _rule(
         "samples of a run",
         "strategy tp sp cp micro_batch",
-        _uneven_samples,
+        lambda k, context: _any_run(
+            k,
+            lambda run: run.tp is not None,
+            lambda tp, sp, cp: (k.micro_batch * tp * sp * cp) % (k.tp * k.sp * k.cp) != 0,
+        ),
         "ranks that share neither a run's layers nor its sequences share its samples, so tp * sp * cp of the knobs over "
         "that of the run must divide micro_batch; sp or cp of the run leaves fewer of them",
     ),
@@ -660,13 +576,13 @@ RULES: Sequence[Rule] = (
     _rule(
         "micro-batches of a pipeline",
         "pp pipeline_schedule grad_accum",
-        _few_micro_batches,
+        lambda k, context: one_of(k.pipeline_schedule, _EARLY) & (k.grad_accum < k.pp),
         f"{' and '.join(_EARLY)} need a micro-batch for every rank of the pipeline",
     ),
     _rule(
         "rounds of a pipeline",
         "pp pipeline_schedule grad_accum",
-        _uneven_rounds,
+        lambda k, context: one_of(k.pipeline_schedule, _ROUNDS) & (k.grad_accum % k.pp != 0),
         f"{' and '.join(_ROUNDS)} run the micro-batches in rounds of one for every rank of the pipeline",
     ),
     _rule(
@@ -678,13 +594,16 @@ RULES: Sequence[Rule] = (
     _rule(
         "blocks of the stages",
         "stage_blocks",
-        _other_blocks,
+        lambda k, context: (
+            context.blocks is not None
+            and _meets(k.stage_blocks, lambda text: sum(blocks_of_stages(text)) != context.blocks)
+        ),
         lambda context: f"the numbers in stage_blocks must add up to the model's {context.blocks} blocks",
     ),
     _rule(
         "numbers of the stages",
         "stage_blocks pp virtual_stages",
-        _other_stages,
+        lambda k, context: _meets(k.stage_blocks, lambda text: k.pp * k.virtual_stages != len(blocks_of_stages(text))),
         "stage_blocks has a number for each of the pp * virtual_stages stages",
     ),
     *(_stages_of(name) for name, order in PIPELINE_SCHEDULES.items() if order.least > 1 or order.most is not None),
@@ -716,16 +635,10 @@ RULES: Sequence[Rule] = (
         of_stages=True,
     ),
     _rule(
-        "own loss of a sharded head",
-        "kernels zero",
-        lambda k, context: context.own_loss and k.kernels & (k.zero >= 3),
-        _HEAD_IS_CUT_AGAIN,
-    ),
-    _rule(
-        "sharded head of a stage",
+        "sharded head",
         "kernels zero pp",
-        lambda k, context: k.kernels & (k.zero >= 2) & (k.pp > 1),
-        _HEAD_IS_CUT_AGAIN,
+        lambda k, context: k.kernels & ((k.zero >= 2) & (k.pp > 1) | (context.own_loss & (k.zero >= 3))),
+        "ZeRO cuts the head again after its forward pass, before the loss of `kernels` needs it",
     ),
     _rule(
         "fp16 in a pipeline",
@@ -743,7 +656,7 @@ RULES: Sequence[Rule] = (
         "fp16 and fused loss",
         "precision kernels",
         lambda k, context: (k.precision == "fp16") & k.kernels,
-        _SCALED_TOO_LATE,
+        "`kernels` forms the head's gradient before the loss is scaled, as fp16 needs it; use bf16",
     ),
     _rule(
         "format of flash attention",

@@ -12,8 +12,16 @@ from typing import Any, NamedTuple
 
 from ..base.errors import UsageError
 from .layers import canonical, parse
-from .meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of, stage_sizes
-from .pipeline import PIPELINE_SCHEDULES, blocks_of_stages
+from .meaning import (
+    FORMATS,
+    PIPELINE_SCHEDULES,
+    REDUCED,
+    Formats,
+    blocks_of_stages,
+    formats_of,
+    pipeline_schedule_of,
+    stage_sizes,
+)
 
 MAX_DEVICES = 1 << 20
 """Largest number of devices of one training."""
@@ -116,7 +124,7 @@ class Strategy:
     """A name in `PIPELINE_SCHEDULES`; `of` resolves it for a pipeline. None without one."""
     virtual_stages: int = _knob(1, _DEGREE)
     stage_blocks: str | None = _knob(None, _STAGES)
-    """Blocks of each of the pp * virtual_stages stages (`redline.knobs.pipeline`); None for even shares."""
+    """Blocks of each of the pp * virtual_stages stages (`blocks_of_stages`); None for even shares."""
     micro_batch: int = _knob(1, _SIZE, 1)
     grad_accum: int = _knob(1, _SIZE)
     checkpoint_ratio: float = _knob(0, _SHARE, -1)
@@ -189,11 +197,6 @@ class Strategy:
     def formats(self) -> Formats:
         """Number formats of a step."""
         return formats_of({"precision": self.precision, "reduce_dtype": self.reduce_dtype})
-
-    @property
-    def exchange(self) -> Exchange:
-        """Communication of replicas in one step."""
-        return exchange_of({"zero": self.zero, "hsdp": self.hsdp, "pp": self.pp}, self.replicas)
 
 
 def is_even(text: str | None) -> bool:

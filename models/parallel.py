@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from ..base.device import Device
 from ..base.errors import SpaceError
-from ..knobs.meaning import FLOAT8
-from ..knobs.pipeline import PIPELINE_SCHEDULES
+from ..knobs.meaning import FLOAT8, PIPELINE_SCHEDULES
 from ..knobs.rules import sequence_refusal
 from ..knobs.strategy import OFFLOADS
 from ..space import Expression, Space

@@ -177,15 +177,10 @@ def _topology(mesh: Any) -> Any:
 def _replicas(sch: ScheduledModule, settings: dict[str, Any]) -> None:
     """Writes the settings of `shard_data`."""
     for arguments in (work.arguments for work in sch.tree.deferred if work.phase == "data"):
-        zero, stage = settings.setdefault("zero_optimization", {}), len(arguments["cut"])
+        zero, stage = settings.setdefault("zero_optimization", {}), arguments["zero"]
         if zero.setdefault("stage", stage) != stage:
             raise _refused(f"shard_data has ZeRO stage {stage}, but zero_optimization.stage is {zero['stage']}")
-        unsupported: dict[str, Any] = {
-            "hsdp": 1,
-            "blocks": None,
-            "stages": {},
-            "gather": "pass" if stage == 3 else "step",
-        }
+        unsupported: dict[str, Any] = {"hsdp": 1, "blocks": None, "stages": {}}
         for name, neutral in unsupported.items():
             if arguments[name] != neutral:
                 raise _refused(f"shard_data({name}={arguments[name]!r}) has no counterpart in DeepSpeed; leave it out")

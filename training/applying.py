@@ -85,12 +85,11 @@ def has_replicas(sch: "Schedule") -> bool:
 
 def share_out(sch: "Schedule", strategy: Strategy, blocks: Sequence[str]) -> None:
     """Shards the model among replicas by a strategy's ZeRO stages; exchanges use its number formats."""
-    formats, exchange = strategy.formats, strategy.exchange
+    formats = strategy.formats
     layers = strategies_of({"strategy": strategy.strategy, "zero": strategy.zero}, len(blocks)) or ()
     sch.shard_data(
-        cut=exchange.cut,
-        gather=exchange.gathered if "gradients" in exchange.cut else None,
-        hsdp=exchange.hsdp,
+        zero=strategy.zero,
+        hsdp=strategy.hsdp,
         stages={path: layer.zero for path, layer in zip(blocks, layers) if layer.zero != strategy.zero},
         param_dtype=None if formats.gathered == formats.weights else dtype_of(formats.gathered),
         reduce_dtype=None if formats.reduced == formats.gradients else dtype_of(formats.reduced),

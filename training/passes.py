@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import WorkloadError
-from ..knobs.meaning import Exchange
 from ..models.batches import ForwardPass, batch_slice, to_device
 from ..models.workload import Batch, Workload
 from .precision import Precision
@@ -19,15 +18,14 @@ Watch = Callable[[Any], None] | None
 class Accumulation:
     """Runs micro-batches one after the other; gradients add up.
 
-    Replicas communicate by an `Exchange`. Gradients that are whole on every rank are averaged only with the last
-    micro-batch, as groups of replicas sum their shards. Weights that are gathered once per step stay gathered until
-    then.
+    Gradients that are whole on every rank are averaged only with the last micro-batch, as `hsdp` groups of replicas sum
+    their shards. Weights that are gathered once per step stay gathered until then.
     """
 
-    def __init__(self, workload: Workload, model: "nn.Module", precision: Precision, exchange: Exchange) -> None:
+    def __init__(self, workload: Workload, model: "nn.Module", precision: Precision, hsdp: int) -> None:
         self.loss_of = ForwardPass(workload, model)
         """Returns the loss of one micro-batch."""
-        self._model, self._precision, self._exchange = model, precision, exchange
+        self._model, self._precision, self._hsdp = model, precision, hsdp
 
     def __call__(
         self,
@@ -68,11 +66,7 @@ class Accumulation:
         """Sets on modules of `fully_shard` if another micro-batch follows."""
         for module in self._model.__dict__.get("whole_for_a_step", ()):
             module.set_reshard_after_backward(is_last, recurse=False)
-        if (
-            self._exchange.hsdp > 1
-            and self._exchange.summed == "step"
-            and hasattr(self._model, "set_requires_all_reduce")
-        ):
+        if self._hsdp > 1 and hasattr(self._model, "set_requires_all_reduce"):
             self._model.set_requires_all_reduce(is_last)
 
 

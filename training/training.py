@@ -350,7 +350,7 @@ class Training:
         if self.world.pp > 1:
             passes = Pipelined(self.workload, module, self.precision)
             return passes.loss if self.workload.loss is not None else None, passes
-        return None, Accumulation(self.workload, module, self.precision, self.strategy.exchange)
+        return None, Accumulation(self.workload, module, self.precision, self.strategy.hsdp)
 
     def _distribute(self, sch: "Schedule") -> None:
         """Adds the common part of every model's schedule: replicas, the pipeline's order, offloading.

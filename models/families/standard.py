@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ...base.errors import MissingModuleError, ScheduleError, UsageError
 from ...knobs.layers import BlockStrategy, of_blocks, own_knobs
-from ...knobs.meaning import recomputed, stage_sizes
-from ...knobs.pipeline import Placement, blocks_of_stages
+from ...knobs.meaning import Placement, blocks_of_stages, recomputed, stage_sizes
 from ..skeleton import short_copy
 from .cut_blocks import check_calls
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...base._torch import parameters_of, set_call, tree_flatten, tree_map
 from ...base.errors import ScheduleError
-from ...knobs.pipeline import PIPELINE_SCHEDULES, Placement
+from ...knobs.meaning import PIPELINE_SCHEDULES, Placement
 from ...knobs.rules import NOT_SPLIT
 from ..forward import named_arguments
 from ..tree import Tree, is_within
@@ -458,7 +458,7 @@ def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: i
 
 def _check_split(tree: Tree, kind: str) -> None:
     """Raises ScheduleError for a primitive that computes the gradients of inputs and weights together."""
-    sharded = any("gradients" in work.arguments.get("cut", ()) for work in tree.deferred)
+    sharded = any(work.arguments.get("zero", 0) >= 2 for work in tree.deferred)
     for step in tree.steps:
         if step.primitive in NOT_SPLIT and (step.primitive != "shard_data" or sharded):
             raise ScheduleError(

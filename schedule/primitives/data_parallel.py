@@ -28,9 +28,6 @@ from ..parallel.sharding import is_dtensor, local, scale_gradients
 from ..parallel.sharing import shared_parameters, sharing_of
 from ..tree import ScheduledModule, primitive
 
-_STAGES = ("optimizer", "gradients", "weights")
-"""State that each stage of ZeRO shards in addition to the one before."""
-
 
 @primitive
 def shard_data(
@@ -40,8 +37,6 @@ def shard_data(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     hsdp: int = 1,
-    cut: Sequence[str] | None = None,
-    gather: str | None = None,
     stages: Mapping[str, int] | None = None,
 ) -> None:
     """Trains replicas on different data over the `dp` axis of the mesh; gradients are averaged.
@@ -66,9 +61,6 @@ def shard_data(
             format of the parameters.
         hsdp: at stages 2 and 3, number of groups of neighbours into which the ranks are divided. Each group has all
             shards: it gathers and reduces within the group, and all-reduces the gradients of shards with the other groups.
-        cut: the kinds of state that are sharded, of `optimizer`, `gradients` and `weights`, in place of a stage's number.
-        gather: how long weights stay gathered, a `step` or a `pass`. None: a pass if `weights` are sharded, otherwise a
-            step.
         stages: the stages of modules that differ from `zero`, by path; they are gathered one at a time. If ranks share the
             samples of a module (`share_samples`), its weights are sharded over these ranks too.
 
@@ -86,12 +78,7 @@ def shard_data(
     for stage in (zero, *stages.values()):
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ScheduleError(f"{label}: zero must be a stage from 0 to 3, but got {stage!r}")
-    cut = _STAGES[:zero] if cut is None else tuple(cut)
-    if cut != _STAGES[: len(cut)]:
-        raise ScheduleError(f"{label}: cut must be the first of {', '.join(_STAGES)}, but is {', '.join(cut)}")
-    if gather not in (None, "step", "pass"):
-        raise ScheduleError(f"{label}: gather must be step or pass, but got {gather!r}")
-    if hsdp != 1 and ("gradients" not in cut or hsdp < 1 or ranks % hsdp or ranks == hsdp):
+    if hsdp != 1 and (zero < 2 or hsdp < 1 or ranks % hsdp or ranks == hsdp):
         raise ScheduleError(
             f"{label}: hsdp needs stage 2 or 3 and must divide the {ranks} ranks into groups of two or more, "
             f"but is {hsdp}"
@@ -117,8 +104,7 @@ def shard_data(
     sch.defer(
         "data",
         _apply,
-        cut=cut,
-        gather=gather or ("pass" if "weights" in cut else "step"),
+        zero=zero,
         hsdp=hsdp,
         blocks=blocks,
         stages=stages,
@@ -149,10 +135,10 @@ class Cutting:
     """Modules that are gathered one at a time (FSDP units), in order."""
     kept_gathered: set[int]
     """Ids of the modules that stay gathered from forward to backward."""
-    gather: str
-    """How long other units stay gathered, a `step` or a `pass`."""
-    gather_by_unit: dict[int, str]
-    """`gather` of the units with a ZeRO stage of their own, by the module's id."""
+    stage: int
+    """ZeRO stage of the model."""
+    stage_by_unit: dict[int, int]
+    """Stages of the units with one of their own, by the module's id."""
     root: bool
     """True if the root is sharded too, with the parameters outside all units."""
     shard: Callable[..., Any]
@@ -170,16 +156,16 @@ class Cutting:
         """
         if id(module) not in self.done:
             self.done.add(id(module))
-            reshard = self.gather_of(module) == "pass" and id(module) not in self.kept_gathered
+            reshard = self.stage_of(module) == 3 and id(module) not in self.kept_gathered
             for experts in spread_experts(module):
                 if id(experts) not in self.done and not any(param in ignored for param in experts.parameters()):
                     self.done.add(id(experts))
                     self.experts(experts, reshard_after_forward=reshard)
             self.shard(module, reshard_after_forward=reshard, ignored=ignored)
 
-    def gather_of(self, module: nn.Module) -> str:
-        """Returns how long a unit stays gathered, a `step` or a `pass`."""
-        return self.gather_by_unit.get(id(module), self.gather)
+    def stage_of(self, module: nn.Module) -> int:
+        """Returns the ZeRO stage of a unit; below 3 its weights stay gathered for a step."""
+        return self.stage_by_unit.get(id(module), self.stage)
 
 
 def cutting_of(sch: ScheduledModule, context: Any) -> Cutting | None:
@@ -192,7 +178,7 @@ def cutting_of(sch: ScheduledModule, context: Any) -> Cutting | None:
 
 def _stages_of(settings: Mapping[str, Any]) -> list[int]:
     """Returns the ZeRO stages of a model's modules."""
-    return [len(settings["cut"]), *settings["stages"].values()]
+    return [settings["zero"], *settings["stages"].values()]
 
 
 def _cutting(sch: ScheduledModule, context: Any, settings: Mapping[str, Any]) -> Cutting:
@@ -207,7 +193,7 @@ def _cutting(sch: ScheduledModule, context: Any, settings: Mapping[str, Any]) ->
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     dp = _data_parallel(sch, "shard_data")
     stages = {id(sch[path].module): stage for path, stage in settings["stages"].items()}
-    stage = len(settings["cut"])
+    stage = settings["zero"]
 
     def is_sharded(unit: nn.Module) -> bool:
         sharing = sharing_of(unit)
@@ -231,8 +217,8 @@ def _cutting(sch: ScheduledModule, context: Any, settings: Mapping[str, Any]) ->
     context.cutting = Cutting(
         units=units,
         kept_gathered=kept_gathered,
-        gather=settings["gather"],
-        gather_by_unit={id(unit): "pass" if stages[id(unit)] == 3 else "step" for unit in units if id(unit) in stages},
+        stage=stage,
+        stage_by_unit=stages,
         root=stage >= 2 and pipeline is None and (dp.size > 1 or not stages),
         shard=partial(_shard, replicas=_replicas(sch.mesh, settings["hsdp"]), policy=policy),
         experts=experts,
@@ -291,7 +277,7 @@ def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **settings: An
         _cut_root(sch, module, context, settings, cutting)
     else:
         _share_buffers(context.pipeline, cutting.units)
-    if context.pipeline is not None and cutting.gather == "step":  # gathered until the last micro-batch
+    if context.pipeline is not None and cutting.stage < 3:  # gathered until the last micro-batch
         for unit in cutting.units:
             unit.set_reshard_after_backward(False)
             context.pipeline.after_passes += [submodule.reshard for submodule in (unit, *spread_experts(unit))]
@@ -333,7 +319,7 @@ def _cut_root(
         following.set_modules_to_backward_prefetch([block, *spread_experts(block)])
     gathered_for_a_step: dict[int, nn.Module] = {}
     for unit in (*cutting.units, *([module] if cutting.root else [])):
-        if cutting.gather_of(unit) == "step":
+        if cutting.stage_of(unit) < 3:
             # The experts of the root's units are listed with these.
             experts = spread_experts(unit) if unit is not module else []
             gathered_for_a_step |= {id(submodule): submodule for submodule in (unit, *experts)}
@@ -385,7 +371,7 @@ def _in_groups(make: Callable[..., Any], params: Iterable[nn.Parameter]) -> Any:
 
 def _owned(sch: ScheduledModule, settings: Mapping[str, Any], params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Returns the parameters whose optimizer state is sharded (ZeRO 1): one replica updates each of them."""
-    stages = dict.fromkeys(params, len(settings["cut"]))
+    stages = dict.fromkeys(params, settings["zero"])
     for path, stage in settings["stages"].items():
         stages |= dict.fromkeys(sch[path].module.parameters(), stage)
     return [param for param in params if stages[param] >= 1]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ...base.errors import ScheduleError, unknown
-from ...knobs.pipeline import PIPELINE_SCHEDULES
+from ...knobs.meaning import PIPELINE_SCHEDULES
 from ..parallel.collectives import axis_of
 from ..parallel.partition import check_divided
 from ..tree import ScheduledModule, find_module, is_within, primitive, with_ancestors

@@ -9,7 +9,7 @@ from redline.estimator import Estimator, ModelFacts, TrainingSetup
 from redline.estimator.hardware import find_hardware
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.stages import crossings, idle_slot, in_flight, stages
-from redline.knobs.pipeline import PIPELINE_SCHEDULES, Placement
+from redline.knobs.meaning import PIPELINE_SCHEDULES, Placement
 from torch.distributed import pipelining
 
 LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000}

@@ -16,7 +16,7 @@ from redline.space import Space
 from redline.training.training import checked_strategy
 from transformers import Gemma2Config, GPTNeoConfig
 
-OWN_LOSS = ("own loss of sequences", "own loss of a sharded head")
+OWN_LOSS = ("own loss of sequences", "sharded head")
 DENSE = ("experts of a dense model", "capacity of a dense model", "tensor parallelism of a dense model")
 WHOLE_SEQUENCES, RINGLESS = "sequences of a run's model", "ring of a run's model"
 NO_SEQUENCES = "gpt_neo has attention code of its own instead of the attention functions of transformers"

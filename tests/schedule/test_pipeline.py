@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import device as rank_device, mesh
 from redline.base.errors import ScheduleError
-from redline.knobs.pipeline import Placement
+from redline.knobs.meaning import Placement
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.comparison import allowance, loss_allowance
