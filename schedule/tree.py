@@ -17,8 +17,7 @@ from ..base._torch import children_of
 from ..base._transformers import initialises
 from ..base.errors import MissingModuleError, ScheduleError, unknown
 from .forward import layers_of
-from .graph.operations import Call, SubgraphCall, SyncCall
-from .graph.trace import ITSELF, Traced
+from .graph.trace import ITSELF, Call, SubgraphCall, SyncCall, Traced
 
 PHASES = ("cast", "random", "offload", "checkpoint", "compile", "data")
 """Order in which `build` applies deferred work."""

@@ -49,8 +49,7 @@ def perturbed(training: "Training") -> Iterator[None]:
     """Sets such parameters to a pattern around their value, the same in every configuration; all ranks enter."""
     import torch
 
-    from ..schedule.parallel.sharding import local, owner
-    from ..schedule.parallel.weights import region_of
+    from ..schedule.parallel.sharding import local, owner, region_of
 
     names = training.outline.names
     held = [(names[name], name, param) for name, param in training.model.named_parameters() if name in names]

@@ -17,8 +17,7 @@ from redline.base.host_memory import MIB, shared_memory
 from redline.models.resolve import workload as preset
 from redline.runners.trial.numerics_check import comparisons, numerics_mismatch, together
 from redline.schedule import build, create_schedule
-from redline.schedule.parallel import block_attention
-from redline.schedule.parallel.block_attention import AttentionOptions, Queries
+from redline.schedule.parallel.ring import AttentionOptions, Queries, block_attention, block_gradients
 from redline.schedule.parallel.sharding import is_dtensor
 from redline.training import Training
 from redline.training.first_step import first_step
@@ -129,7 +128,7 @@ def _by_blocks(
 ) -> tuple[torch.Tensor, ...]:
     how, half = AttentionOptions(scale=query.shape[-1] ** -0.5), query.shape[2] // 2
     blocks = list(zip(key.split(half, 2), value.split(half, 2), strict=True))
-    parts = [block_attention.attention(query, k.contiguous(), v.contiguous(), how) for k, v in blocks]
+    parts = [block_attention(query, k.contiguous(), v.contiguous(), how) for k, v in blocks]
     log_sum = torch.logaddexp(parts[0][1], parts[1][1])
     output = sum(each.float() * (own - log_sum).exp().unsqueeze(-1) for each, own in parts).to(query.dtype)
     of_queries = torch.zeros_like(query, dtype=torch.float32)
@@ -138,7 +137,7 @@ def _by_blocks(
         at = slice(number * half, (number + 1) * half)
         for rows in (slice(0, half), slice(half, None)):
             queries = Queries(*(each[:, :, rows] for each in (query, grad, output, log_sum)))
-            one, two, three = block_attention.gradients(queries, k.contiguous(), v.contiguous(), how)
+            one, two, three = block_gradients(queries, k.contiguous(), v.contiguous(), how)
             of_queries[:, :, rows] += one
             of_keys[:, :, at] += two
             of_values[:, :, at] += three

@@ -24,9 +24,8 @@ from ...base.errors import TraceError
 from ..parallel.partition import meta_copy
 from ..random_state import quiet, rates_of
 from ..tree import ScheduledModule, join, with_ancestors
-from .modes import check, merged
 from .trace import CallForm, Input, Traced, arguments, tidy
-from .tracing import Tracer, cause, refuse_written, state_kept
+from .tracing import Tracer, cause, check, merged, refuse_written, state_kept
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""

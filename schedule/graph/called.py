@@ -7,8 +7,7 @@ from torch import fx, nn
 from ...base.errors import ScheduleError
 from ..forward import layers_of
 from ..tree import ScheduledModule, is_within, with_ancestors
-from .operations import SubgraphCall
-from .trace import ITSELF, Traced
+from .trace import ITSELF, SubgraphCall, Traced
 
 
 def used_modules(

@@ -11,10 +11,8 @@ from ...base.errors import TraceError
 from ..random_state import modes_kept, rates_of
 from ..tree import join
 from .by_example import Example, call_of_form, form_of
-from .modes import check, merged
-from .operations import Unflatten
-from .trace import CallForm, Input, Traced, arguments, tidy
-from .tracing import cause
+from .trace import CallForm, Input, Traced, Unflatten, arguments, tidy
+from .tracing import cause, check, merged
 
 
 def trace_exported(

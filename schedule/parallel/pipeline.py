@@ -15,9 +15,8 @@ from ...knobs.rules import NOT_SPLIT
 from ..forward import named_arguments
 from ..tree import Tree, is_within
 from .collectives import Axis
-from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
+from .partition import Board, Gate, StageEnd, Unit, drop, leave, meta_copy, splits, tied_within, units_of
 from .sharding import holders, is_dtensor
-from .split import leave, splits
 
 _WRAPPED = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
 """torch's error in place of one of a stage; it describes the stage's arguments."""

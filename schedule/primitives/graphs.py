@@ -13,9 +13,8 @@ from ..graph.by_example import as_call, example_of, trace_by_example
 from ..graph.called import check_called, graph_above, scheduled_below
 from ..graph.editing import fuse_subgraph
 from ..graph.exported import trace_exported
-from ..graph.operations import COMPILERS
 from ..graph.subgraph import Subgraph, find_subgraphs
-from ..graph.trace import Traced
+from ..graph.trace import COMPILERS, Traced
 from ..graph.tracing import trace_symbolically
 from ..parallel.exchange import syncs_of
 from ..parallel.partial import WithoutBias

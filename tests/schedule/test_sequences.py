@@ -10,7 +10,7 @@ from redline.base._torch import FakeTensorMode
 from redline.base.errors import ScheduleError
 from redline.knobs.meaning import SequenceShards
 from redline.schedule import build, create_schedule
-from redline.schedule.parallel import block_attention, ring_mask, sequences, sharing
+from redline.schedule.parallel import ring, ring_mask, sequences, sharing
 from redline.schedule.parallel.collectives import PlannedMesh
 from torch import nn
 from transformers import (
@@ -207,36 +207,36 @@ def test_gradients_of_a_block_with_dropout_are_those_of_what_it_computed():
         torch.randn(2, heads, 5, 3, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
     )
     pairs = torch.ones(5, 5, dtype=torch.bool).tril(-1).view(1, 1, 5, 5)
-    how = block_attention.AttentionOptions(scale=0.4, pairs=pairs, dropout=0.3, seed=7)
-    output, log_sum = block_attention.attention(query, key, value, how)
+    how = ring.AttentionOptions(scale=0.4, pairs=pairs, dropout=0.3, seed=7)
+    output, log_sum = ring.block_attention(query, key, value, how)
     assert output[:, :, 0].abs().max() == 0 and (log_sum[:, :, 0] == -torch.inf).all()  # it attends to nothing
-    kept = next(block_attention._rows(query.detach(), key.detach(), how)).dropout_mask.flatten(1, 2)
+    kept = next(ring._rows(query.detach(), key.detach(), how)).dropout_mask.flatten(1, 2)
     grad = torch.randn(output.shape, dtype=torch.float64, generator=generator)
     keys, values = (each.repeat_interleave(2, 1) for each in (key, value))
     scores = (query @ keys.mT * 0.4).masked_fill(~pairs, -torch.inf)
     expected = (torch.softmax(scores[:, :, 1:], -1) * kept[:, :, 1:]) @ values
     assert torch.allclose(output[:, :, 1:], expected, atol=1e-14)
     wanted = torch.autograd.grad(expected, (query, key, value), grad[:, :, 1:])
-    mine = block_attention.Queries(*(each.detach() for each in (query, grad, output, log_sum)))
+    mine = ring.Queries(*(each.detach() for each in (query, grad, output, log_sum)))
     mine = mine._replace(log_sum=mine.log_sum.masked_fill(mine.log_sum == -torch.inf, torch.inf))
-    for found, right in zip(block_attention.gradients(mine, key.detach(), value.detach(), how), wanted):
+    for found, right in zip(ring.block_gradients(mine, key.detach(), value.detach(), how), wanted):
         assert torch.allclose(found, right, atol=1e-13)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rows", [1 << 26, 40])
 def test_a_kernel_and_plain_attention_compute_the_same(causal, rows, monkeypatch):
-    monkeypatch.setattr(block_attention, "MOST_SCORES", rows)
+    monkeypatch.setattr(ring, "MOST_SCORES", rows)
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (
         torch.randn(2, heads, 6, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
     )
     found = []
     for kernels in (True, False):
-        how = block_attention.AttentionOptions(scale=0.3, causal=causal, kernels=kernels)
-        output, log_sum = block_attention.attention(query, key, value, how)
-        mine = block_attention.Queries(query, grad, output, log_sum)
-        found.append([output, log_sum, *block_attention.gradients(mine, key, value, how)])
+        how = ring.AttentionOptions(scale=0.3, causal=causal, kernels=kernels)
+        output, log_sum = ring.block_attention(query, key, value, how)
+        mine = ring.Queries(query, grad, output, log_sum)
+        found.append([output, log_sum, *ring.block_gradients(mine, key, value, how)])
     for one, other in zip(*found):
         assert torch.allclose(one, other, atol=1e-13)
 
@@ -244,18 +244,18 @@ def test_a_kernel_and_plain_attention_compute_the_same(causal, rows, monkeypatch
 def test_a_kernel_is_handed_a_contiguous_log_sum(monkeypatch):
     """Half of a rank's queries is strided, but CUDA's kernel ignores strides of log sums."""
     handed = []
-    kernel = block_attention.flash_attention_on_cpu_backward
+    kernel = ring.flash_attention_on_cpu_backward
 
     def watched(grad, query, key, value, output, log_sum, *rest, **more):
         handed.append((tuple(log_sum.shape), log_sum.is_contiguous()))
         return kernel(grad, query, key, value, output, log_sum, *rest, **more)
 
-    monkeypatch.setattr(block_attention, "flash_attention_on_cpu_backward", watched)
+    monkeypatch.setattr(ring, "flash_attention_on_cpu_backward", watched)
     query, grad, output = (torch.randn(2, 4, 6, 8) for _ in range(3))
     key, value = (torch.randn(2, 4, 3, 8) for _ in range(2))
-    half = block_attention.Queries(*(each[:, :, 3:] for each in (query, grad, output, torch.zeros(2, 4, 6))))
+    half = ring.Queries(*(each[:, :, 3:] for each in (query, grad, output, torch.zeros(2, 4, 6))))
     assert not half.log_sum.is_contiguous()
-    block_attention.gradients(half, key, value, block_attention.AttentionOptions(scale=0.3))
+    ring.block_gradients(half, key, value, ring.AttentionOptions(scale=0.3))
     assert handed == [((2, 4, 3), True)]
 
 
@@ -264,7 +264,7 @@ def test_flash_attention_is_asked_for_where_the_device_has_it(monkeypatch, capab
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
         query = torch.empty(2, 4, 6, 8, dtype=torch.float16, device="cuda")
-    assert block_attention._has_kernel(query, query, block_attention.AttentionOptions(scale=0.3)) == there
+    assert ring._has_kernel(query, query, ring.AttentionOptions(scale=0.3)) == there
 
 
 def kinds(text):

@@ -20,7 +20,7 @@ from ...training.training import NUMBERS, group_numbers
 if TYPE_CHECKING:
     import torch
 
-    from ...schedule.parallel.weights import Region
+    from ...schedule.parallel.sharding import Region
     from ...training.training import Training
 
 MODEL, OPTIMIZER, GROUP = "model", "optimizer", "group"
@@ -42,7 +42,7 @@ class State:
     """
 
     def __init__(self, training: "Training", from_weights: Collection[str] = ()) -> None:
-        from ...schedule.parallel.weights import regions_of
+        from ...schedule.parallel.sharding import regions_of
 
         self._training = training
         self._from_weights = frozenset(from_weights)
@@ -138,8 +138,7 @@ class State:
     ) -> "tuple[str, torch.Tensor, Region] | None":
         import torch
 
-        from ...schedule.parallel.sharding import local
-        from ...schedule.parallel.weights import whole_region
+        from ...schedule.parallel.sharding import local, whole_region
 
         kind = type(value).__name__
         if value is None:
@@ -161,7 +160,7 @@ class State:
         """Allocates the optimizer's state of each parameter that it updates here, by parameter and key."""
         import torch
 
-        from ...schedule.parallel.weights import whole_region
+        from ...schedule.parallel.sharding import whole_region
 
         keys: dict[str, list[str]] = {}
         for full in stored:
@@ -216,7 +215,7 @@ def _whole_number(value: float) -> "tuple[torch.Tensor, Region]":
     """A number as a tensor that every rank has whole."""
     import torch
 
-    from ...schedule.parallel.weights import whole_region
+    from ...schedule.parallel.sharding import whole_region
 
     return torch.tensor(float(value), dtype=torch.float64), whole_region(torch.Size())
 

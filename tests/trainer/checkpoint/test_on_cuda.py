@@ -3,7 +3,7 @@
 import threading
 
 import torch
-from redline.schedule.parallel.weights import whole_region
+from redline.schedule.parallel.sharding import whole_region
 from redline.trainer.checkpoint.saver import PATIENCE, CheckpointFolder, Saver, patient_group
 
 
