@@ -129,17 +129,6 @@ def take_forward_hook(module: "nn.Module", hook: Any) -> None:
                 mark.pop(key, None)
 
 
-def pre_hooks_of(module: "nn.Module") -> set[Any]:
-    """Returns the module's forward pre-hooks."""
-    return set(module._forward_pre_hooks.values())
-
-
-def give_pre_hook(module: "nn.Module", hook: Any, new: "nn.Module") -> None:
-    """Adds a forward pre-hook of one module to another, after the latter's own pre-hooks."""
-    for key in [key for key, registered in module._forward_pre_hooks.items() if registered is hook]:
-        new.register_forward_pre_hook(hook, with_kwargs=key in module._forward_pre_hooks_with_kwargs)
-
-
 def has_backward_hooks(module: "nn.Module") -> bool:
     """True if the module has backward hooks or backward pre-hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

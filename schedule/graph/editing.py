@@ -19,10 +19,8 @@ from torch import fx, nn
 from ...base._torch import (
     children_of,
     forward_hooks_of,
-    give_pre_hook,
     has_backward_hooks,
     parameters_of,
-    pre_hooks_of,
     take_forward_hook,
 )
 from ...base.errors import ScheduleError
@@ -185,8 +183,6 @@ class Handover:
     """Functions applied to the parameters that the replacement gets, with their names, by target."""
     replaced: list[nn.Module] = field(default_factory=list)
     """Modules that had the exchanges."""
-    before_new: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
-    """Hooks before the forward of a replaced module that the replacement takes over, with that module."""
     called: set[nn.Module] = field(default_factory=set)
     """Modules with other calls, which keep their hooks, exchanges and deferred work."""
     replaced_module: tuple[str, nn.Module] | None = None
@@ -201,10 +197,6 @@ class Handover:
             module.__dict__["_handed_over"] = [*module.__dict__.get("_handed_over", ()), *syncs_of(module)]
             for hook in [hook for hook in forward_hooks_of(module) if isinstance(hook, Exchange)]:
                 take_forward_hook(module, hook)
-        for module, function in self.before_new:
-            give_pre_hook(module, function, tree.module.get_submodule(join(path, target)))
-            if module not in self.called:
-                take_forward_hook(module, function)
         if self.replaced_module is not None:
             old_path, old = self.replaced_module
             give_hooks(old, tree.module.get_submodule(join(path, target)))
@@ -236,7 +228,7 @@ def hand_over(tree: Tree, handles: Sequence[Subgraph], new: Any, label: str) -> 
 def _gives_hooks(tree: Tree, plan: Handover) -> bool:
     """True if the new module itself gets hooks or deferred work."""
     if plan.replaced_module is None:
-        return bool(plan.before_new)
+        return False
     path, module = plan.replaced_module
     deferred = any(work.path == path for work in tree.deferred)
     return bool(deferred or forward_hooks_of(module) or has_backward_hooks(module))
@@ -258,17 +250,14 @@ def _of_subgraph(tree: Tree, subgraph: Subgraph, new: Any, label: str, called: s
             plan.replaced_module = (path, module)
         else:
             _nothing_below(tree, path, module, label)
-            _module(tree, plan, subgraph, node, path, module, label, new)
+            _module(tree, plan, subgraph, node, path, module, label)
     return plan
 
 
 def _module(
-    tree: Tree, plan: Handover, subgraph: Subgraph, node: fx.Node, path: str, module: nn.Module, label: str, new: Any
+    tree: Tree, plan: Handover, subgraph: Subgraph, node: fx.Node, path: str, module: nn.Module, label: str
 ) -> None:
-    """Adds the state of one module of the subgraph to a plan.
-
-    Hooks before the forward of its first module move to a module that replaces it with the same inputs.
-    """
+    """Adds the state of one module of the subgraph to a plan."""
     deferred = next((work for work in tree.deferred if work.path == path), None)
     if deferred is not None:
         raise ScheduleError(f"{label}: '{path}' has {deferred.phase}, which would be lost; replace first")
@@ -277,17 +266,10 @@ def _module(
             plan.parameters.setdefault(f"{node.target}.bias", []).append((once(layer.axis), "bias_once"))
         elif not isinstance(layer, WithoutBias):
             raise ScheduleError(f"{label}: '{path}' has {type(layer).__name__}, which would be lost; replace first")
-    user_hooks = [hook for hook in forward_hooks_of(module) if not isinstance(hook, Exchange)]
-    # Before the new module a hook acts on an input for all of its operations, not only for this one.
-    is_only_user = {user for value in node.all_input_nodes for user in value.users if user in subgraph.nodes} == {node}
-    same_inputs = is_only_user and not node.kwargs and tuple(subgraph.inputs) == tuple(node.args)
-    can_move = isinstance(new, nn.Module) and subgraph.nodes[0] is node and same_inputs
-    if user_hooks and can_move and not has_backward_hooks(module) and pre_hooks_of(module).issuperset(user_hooks):
-        plan.before_new += [(module, hook) for hook in user_hooks]
-    elif user_hooks or has_backward_hooks(module):
+    if has_backward_hooks(module) or any(not isinstance(hook, Exchange) for hook in forward_hooks_of(module)):
         raise ScheduleError(
-            f"{label}: '{path}' has a hook, which would be lost in the graph of '{subgraph.path or 'the root'}', or would also "
-            "act on inputs of other replaced operations; replace first, and hook the replacement"
+            f"{label}: '{path}' has a hook, which would be lost in the graph of '{subgraph.path or 'the root'}'; replace "
+            "first, and hook the replacement"
         )
     for hook in forward_hooks_of(module):
         if isinstance(hook, OutputSync):

@@ -115,120 +115,78 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.Graph:
         raise TraceError(f"find: the pattern {pattern!r} is not a graph: {error}") from error
 
 
-@dataclass(slots=True)
-class ClosestMiss:
-    """The closest miss of a search."""
-
-    matched: tuple[int, bool] = (-1, False)
-    """Number of matched operations, and True if the next one differs only in its arguments."""
-    difference: str = ""
-
-
-def match(
-    graph: fx.Graph, module: nn.Module, pattern: fx.Graph, miss: ClosestMiss | None = None
-) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
-    """Yields every match: the value of each node of the pattern, and the matched nodes; `miss` receives the closest miss."""
+def match(graph: fx.Graph, module: nn.Module, pattern: fx.Graph) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
+    """Yields every match: the value of each node of the pattern, and the matched nodes."""
     outputs = pattern.output_node().args[0]
     heads = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    matcher = _Matcher(module, miss or ClosestMiss())
 
     def extend(index: int, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         if index == len(heads):
             yield binding
             return
         for node in nodes:
-            for extended in matcher.match(heads[index], node, binding):
+            for extended in _bindings(module, heads[index], node, binding):
                 yield from extend(index + 1, extended)
 
     for binding in extend(0, {}):
         yield binding, [binding[head] for head in heads]
 
 
-class _Matcher:
-    def __init__(self, module: nn.Module, miss: ClosestMiss) -> None:
-        self.module = module
-        self.miss = miss
-
-    def match(self, expected: Any, value: Any, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
-        """Yields the bindings under which `value` matches `expected`."""
-        if not isinstance(expected, fx.Node):
-            if _same(expected, value):
-                yield binding
-            else:
-                self.missed(binding, expected, value)
-            return
-        if expected in binding:
-            if _same(binding[expected], value):
-                yield binding
-            else:
-                self.missed(binding, binding[expected], value)
-            return
-        if expected.op == "placeholder":
-            yield {**binding, expected: value}
-            return
-        if not isinstance(value, fx.Node) or any(bound is value for bound in binding.values()):
-            self.missed(binding, expected, value)
-            return
-        if expected.op == "call_function" and expected.target is call_module:
-            yield from self._module(expected, value, binding)
-            return
-        expected_op, op = operation(expected, None), operation(value, self.module)
-        if op is None or expected_op is None or expected_op.name != op.name:
-            self.missed(binding, expected, value)
-            return
-        extra_args = op.args[len(expected_op.args) :]
-        has_options = expected_op.options.keys() == op.options.keys()
-        if not has_options or len(expected_op.args) > len(op.args):
-            self.missed(binding, expected, value, "with other arguments: " + _arguments(op))
-            return
-        if any(not isinstance(argument, Attribute | None) for argument in extra_args):
-            self.missed(binding, expected, value, "with more arguments: " + _arguments(op))
-            return
-        options = [(expected_op.options[name], op.options[name]) for name in expected_op.options]
-        orders = [op.args[: len(expected_op.args)]]
-        # Both orders are tried with backtracking, so that a pattern matches whichever operand is first.
-        if expected_op.name in COMMUTATIVE and len(expected_op.args) == 2:
-            orders.append(orders[0][::-1])
-        for operands in orders:
-            yield from self._all([*zip(expected_op.args, operands), *options], {**binding, expected: value})
-
-    def missed(self, binding: dict[fx.Node, Any], expected: Any, value: Any, difference: str = "") -> None:
-        """Records a difference if more operations were matched than in the closest miss so far."""
-        matches = [bound for pattern_node, bound in binding.items() if pattern_node.op != "placeholder"]
-        matched = sum(isinstance(bound, fx.Node) for bound in matches), bool(difference)
-        if matched > self.miss.matched:
-            names = ", ".join(bound.name for bound in matches)
-            matched_before = f" with {names} matched" if names else ""
-            self.miss.matched = matched
-            actual = f"{_describe(value, self.module)} {difference}".strip()
-            self.miss.difference = f"{_describe(expected, None)} is expected{matched_before}, but there is {actual}"
-
-    def _all(self, pairs: list[tuple[Any, Any]], binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
-        if not pairs:
+def _bindings(
+    module: nn.Module, expected: Any, value: Any, binding: dict[fx.Node, Any]
+) -> Iterator[dict[fx.Node, Any]]:
+    """Yields the bindings under which `value` matches `expected`."""
+    if not isinstance(expected, fx.Node) or expected in binding:
+        required = binding[expected] if isinstance(expected, fx.Node) else expected
+        if _same(required, value):
             yield binding
-            return
-        (expected, value), remaining = pairs[0], pairs[1:]
-        if isinstance(expected, (tuple, list)) and isinstance(value, (tuple, list)):
-            if len(expected) == len(value):
-                yield from self._all([*zip(expected, value), *remaining], binding)
-            return
-        for extended in self.match(expected, value, binding):
-            yield from self._all(remaining, extended)
-
-    def _module(self, expected: fx.Node, value: fx.Node, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+        return
+    if expected.op == "placeholder":
+        yield {**binding, expected: value}
+        return
+    if not isinstance(value, fx.Node) or any(bound is value for bound in binding.values()):
+        return
+    if expected.op == "call_function" and expected.target is call_module:
         kind, *args = expected.args
-        if value.op != "call_module" or len(args) > len(value.args):
-            self.missed(binding, expected, value)
-            return
-        if isinstance(kind, str):
-            is_match = re.fullmatch(kind, value.target) is not None
-        else:
-            is_match = isinstance(self.module.get_submodule(value.target), kind)
-        if is_match:
-            yield from self._all(list(zip(args, value.args)), {**binding, expected: value})
-        else:
-            self.missed(binding, expected, value)
+        if value.op == "call_module" and len(args) <= len(value.args) and _is_call_of(module, value, kind):
+            yield from _all(module, list(zip(args, value.args)), {**binding, expected: value})
+        return
+    expected_op, op = operation(expected, None), operation(value, module)
+    if op is None or expected_op is None or expected_op.name != op.name:
+        return
+    if expected_op.options.keys() != op.options.keys() or len(expected_op.args) > len(op.args):
+        return
+    if any(not isinstance(argument, Attribute | None) for argument in op.args[len(expected_op.args) :]):
+        return
+    options = [(expected_op.options[name], op.options[name]) for name in expected_op.options]
+    orders = [op.args[: len(expected_op.args)]]
+    # Both orders are tried with backtracking, so that a pattern matches whichever operand is first.
+    if expected_op.name in COMMUTATIVE and len(expected_op.args) == 2:
+        orders.append(orders[0][::-1])
+    for operands in orders:
+        yield from _all(module, [*zip(expected_op.args, operands), *options], {**binding, expected: value})
+
+
+def _all(module: nn.Module, pairs: list[tuple[Any, Any]], binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+    """Yields the bindings under which all values match what is expected of them."""
+    if not pairs:
+        yield binding
+        return
+    (expected, value), remaining = pairs[0], pairs[1:]
+    if isinstance(expected, (tuple, list)) and isinstance(value, (tuple, list)):
+        if len(expected) == len(value):
+            yield from _all(module, [*zip(expected, value), *remaining], binding)
+        return
+    for extended in _bindings(module, expected, value, binding):
+        yield from _all(module, remaining, extended)
+
+
+def _is_call_of(module: nn.Module, node: fx.Node, kind: str | type[nn.Module]) -> bool:
+    """Returns True if a node calls a child whose path matches a regular expression, or of a class."""
+    if isinstance(kind, str):
+        return re.fullmatch(kind, node.target) is not None
+    return isinstance(module.get_submodule(node.target), kind)
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -236,28 +194,6 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, fx.Node) or isinstance(right, fx.Node):
         return left is right
     return type(left) is type(right) and left == right
-
-
-def _describe(value: Any, module: nn.Module | None) -> str:
-    if isinstance(value, Attribute):
-        return value.target
-    if not isinstance(value, fx.Node):
-        return "nothing" if value is None else f"the constant {value!r}"
-    if value.op == "call_function" and value.target is call_module:
-        kind = value.args[0]
-        return f"a call of {kind.__name__ if isinstance(kind, type) else repr(kind)}"
-    op = operation(value, module)
-    kind = op.name if op is not None else f"the input {value.name}" if value.op == "placeholder" else value.name
-    location = f" ({value.target})" if value.op == "call_module" else ""
-    return f"{kind}{location}"
-
-
-def _arguments(op: Operation) -> str:
-    operands = [
-        operand.name if isinstance(operand, fx.Node) else getattr(operand, "target", repr(operand))
-        for operand in op.args
-    ]
-    return ", ".join([*operands, *(f"{name}={value!r}" for name, value in op.options.items())])
 
 
 def operation(node: fx.Node, module: nn.Module | None) -> Operation | None:

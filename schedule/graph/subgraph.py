@@ -11,7 +11,7 @@ from ...base._torch import is_erased
 from ...base.errors import ScheduleError
 from ..forward import layers_of
 from ..tree import ScheduledModule, join
-from .pattern import Attribute, ClosestMiss, match, trace_pattern
+from .pattern import Attribute, match, trace_pattern
 from .trace import Traced
 
 Pattern = str | Callable[..., Any]
@@ -57,47 +57,32 @@ def traced_below(sch: ScheduledModule) -> list[tuple[str, nn.Module, Traced]]:
     ]
 
 
-def find_subgraphs(
-    sch: ScheduledModule, pattern: Pattern | None, predicate: Where | None = None, explain: bool = False
-) -> list[Subgraph]:
+def find_subgraphs(sch: ScheduledModule, pattern: Pattern | None, predicate: Where | None = None) -> list[Subgraph]:
     """Returns the non-overlapping matches at and below a schedule, in the order of modules and nodes.
 
     Raises:
-        ScheduleError: no module is traced; the pattern is neither a regular expression nor a function; or, with
-            `explain`, there is no match.
+        ScheduleError: no module is traced; or the pattern is neither a regular expression nor a function.
     """
     traced_modules = traced_below(sch)
     if not traced_modules:
         raise ScheduleError(f"find on '{sch.name}': trace it first, or a module below it")
     if pattern is None and predicate is None:
         raise ScheduleError(f"find on '{sch.name}': pass a pattern, or a predicate on nodes as where=")
-    miss = ClosestMiss()
     if pattern is None or isinstance(pattern, str):
-        subgraphs = [
+        return [
             subgraph for traced_module in traced_modules for subgraph in _single(*traced_module, pattern, predicate)
         ]
-    elif callable(pattern):
-        graph = trace_pattern(pattern)
-        subgraphs = [
-            subgraph
-            for traced_module in traced_modules
-            for subgraph in _by_pattern(*traced_module, graph, miss)
-            if predicate is None or any(map(predicate, subgraph.nodes))
-        ]
-    else:
+    if not callable(pattern):
         raise ScheduleError(
             f"find on '{sch.name}': pattern must be a regular expression or a function, but got {pattern!r}"
         )
-    if explain and not subgraphs:
-        nodes = (node for _, _, layer in traced_modules for node in layer.graph.nodes)
-        names = dict.fromkeys(_name(node) for node in nodes if _named(node))
-        reason = miss.difference or f"there are the operations {', '.join(names)}"
-        raise ScheduleError(f"find on '{sch.name}': there is no match; {reason}")
-    return subgraphs
-
-
-def _named(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "output", "get_attr")
+    graph = trace_pattern(pattern)
+    return [
+        subgraph
+        for traced_module in traced_modules
+        for subgraph in _by_pattern(*traced_module, graph)
+        if predicate is None or any(map(predicate, subgraph.nodes))
+    ]
 
 
 def _name(node: fx.Node) -> str:
@@ -108,17 +93,21 @@ def _single(
     path: str, module: nn.Module, layer: Traced, pattern: str | None, predicate: Where | None
 ) -> Iterable[Subgraph]:
     for node in layer.graph.nodes:
-        is_match = _named(node) and (pattern is None or re.fullmatch(pattern, _name(node)))
-        if is_match and (predicate is None or predicate(node)):
+        is_operation = node.op not in ("placeholder", "output", "get_attr")
+        if (
+            is_operation
+            and (pattern is None or re.fullmatch(pattern, _name(node)))
+            and (predicate is None or predicate(node))
+        ):
             yield Subgraph(path, module, layer, (node,), tuple(node.all_input_nodes), (node,))
 
 
-def _by_pattern(path: str, module: nn.Module, layer: Traced, graph: fx.Graph, miss: ClosestMiss) -> Iterable[Subgraph]:
+def _by_pattern(path: str, module: nn.Module, layer: Traced, graph: fx.Graph) -> Iterable[Subgraph]:
     used: set[fx.Node] = set()
     order = {node: position for position, node in enumerate(layer.graph.nodes)}
     parameters = [node for node in graph.nodes if node.op == "placeholder"]
     inner = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    for binding, outputs in match(layer.graph, module, graph, miss):
+    for binding, outputs in match(layer.graph, module, graph):
         nodes = sorted((binding[node] for node in inner if node in binding), key=order.__getitem__)
         inputs = tuple(binding[node] for node in parameters if node in binding)
         # The first of overlapping matches wins. A node cannot be an input of its own subgraph.

@@ -106,7 +106,6 @@ def find(
     pattern: str | Callable[..., Any] | None = None,
     *,
     where: Callable[[fx.Node], bool] | None = None,
-    explain: bool = False,
 ) -> list[Subgraph]:
     """Returns the non-overlapping subgraphs that match, of this module and of the traced ones below it.
 
@@ -120,15 +119,14 @@ def find(
         pattern: the pattern, as above.
         where: a predicate on nodes of `torch.fx`. Alone it finds every operation for which it is true; with a pattern,
             the matches with such a node.
-        explain: raise if nothing matches, and describe the closest miss.
 
     Returns:
         Handles for `fuse`, `replace` and `checkpoint`; they print as code.
 
     Raises:
-        ScheduleError: no module here is traced; with `explain`, nothing matches.
+        ScheduleError: no module here is traced.
     """
-    return find_subgraphs(sch, pattern, where, explain)
+    return find_subgraphs(sch, pattern, where)
 
 
 @primitive

@@ -22,10 +22,10 @@ def test_attention_is_traced_and_edited(family, seed):
     with verify(sch, data):
         at.trace()
         if family != "gpt_neo":
-            (attention,) = at.find("scaled_dot_product_attention", explain=True)
+            (attention,) = at.find("scaled_dot_product_attention")
             at.checkpoint(attention)
         else:
-            at.fuse(at.find("softmax", explain=True), compiler="none")
+            at.fuse(at.find("softmax"), compiler="none")
     built, _ = build(sch)
     assert same(trained(built, data), trained(plain, data))
     # Sizes may vary.
@@ -145,7 +145,7 @@ def test_exported_graphs_are_found_in_and_edited(tracer, seed):
     x = torch.randn(4, 8)
     with verify(sch, x):
         sch.trace(tracer=tracer)
-        sch.fuse(sch.find(lambda x, w, b: F.gelu(F.linear(x, w, b)), explain=True), compiler="none")
+        sch.fuse(sch.find(lambda x, w, b: F.gelu(F.linear(x, w, b))), compiler="none")
     built, _ = build(sch)
     for model in (built, plain):
         torch.manual_seed(1)
