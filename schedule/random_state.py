@@ -104,13 +104,11 @@ class ForkedRandom(Layer):
 
 
 class _Outer(threading.local):
-    """Saved states of the shared stream while a rank's own stream is in use, one per nesting level.
-
-    It is thread-local, because recomputation in the backward pass runs on autograd's threads.
-    """
+    """Thread-local, because recomputation in the backward pass runs on autograd's threads."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
+        """Saved states of the shared stream while a rank's own stream is in use, one per nesting level."""
 
 
 _outer = _Outer()

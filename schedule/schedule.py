@@ -23,22 +23,6 @@ from .primitives import (
 )
 from .tree import ScheduledModule, Tree, primitive
 
-EQUIVALENTS = {
-    "forward_ops": "trace() makes the graph, print(sch.graph) shows its operations, find(...) returns some of them",
-    "gm": "trace() makes the graph, which is sch.graph; the module is sch.module",
-    "mod": "the module is sch.module",
-    "partition": "shard(name, axis) cuts a parameter, cut_pipeline_stage() ends a stage, shard_data(...) cuts replicas",
-    "partition_model": "cut_pipeline_stage() ends a stage after a module",
-    "get_module": "sch['path'] is the schedule of a module below, sch['path'].module the module",
-    "find_node": "find(where=lambda node: ...) looks at nodes",
-    "find_nodes": "find(where=lambda node: ...) looks at nodes",
-    "trace_until": "trace(flatten=True, leaves=[...]) traces through children down to those",
-    "trace_for_pipeline": "a pipeline needs no trace: cut_pipeline_stage() on the last module of each stage but the last",
-    "cudagraphify": "compile(mode='reduce-overhead') uses CUDA graphs",
-    "bind": "schedule(sch, config) of a workload is called with each configuration",
-}
-"""Names in other schedule languages, and their equivalents here."""
-
 
 class Schedule(ScheduledModule):
     """One module of a scheduled model; primitives are its methods.
@@ -90,8 +74,6 @@ class Schedule(ScheduledModule):
             # copy and pickle look these up before an instance has attributes.
             if name.startswith("__") or name in {"tree", "path"}:
                 raise AttributeError(name)
-            if name in EQUIVALENTS:
-                raise AttributeError(f"a schedule has no '{name}': {EQUIVALENTS[name]}")
             raise AttributeError(unknown("primitive", name, list_primitives(name_only=True)))
 
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from ..base._torch import children_of
 from ..base._transformers import initialises
@@ -21,15 +21,6 @@ from .graph.trace import ITSELF, Call, SubgraphCall, SyncCall, Traced
 
 PHASES = ("cast", "random", "offload", "checkpoint", "compile", "data")
 """Order in which `build` applies deferred work."""
-
-
-class Slice(list[Any]):
-    """Schedules of several modules, in order. It has no primitives; call them on each."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(f"a slice is a list of schedules: for each in sch[...]: each.{name}(...)")
 
 
 @dataclass(slots=True)
@@ -162,7 +153,7 @@ class ScheduledModule:
         if isinstance(path, int | slice):
             names = [name for name, child in children_of(self.module).items() if child is not None]
             if isinstance(path, slice):
-                return Slice(self[name] for name in names[path])
+                return [self[name] for name in names[path]]
             if not -len(names) <= path < len(names):
                 raise MissingModuleError(f"'{self.name}' has {len(names)} children, but got the position {path}")
             path = names[path]
@@ -306,15 +297,11 @@ def draw(module: nn.Module, path: str, steps: Iterable[PrimitiveCall]) -> str:
 def _operations(module: nn.Module) -> list[str]:
     """Returns the operations that the schedule put into the graph of a module, as calls; modules are drawn as children."""
     return [
-        f"{node.target.__name__}({', '.join(argument.name for argument in node.args if _is_operand(argument))})"
+        f"{node.target.__name__}({', '.join(operand.name for operand in node.all_input_nodes if operand.target != ITSELF)})"
         for layer in layers_of(module, Traced)
         for node in layer.graph.nodes
         if isinstance(node.target, Call | SubgraphCall | SyncCall)
     ]
-
-
-def _is_operand(argument: object) -> bool:
-    return isinstance(argument, fx.Node) and argument.target != ITSELF
 
 
 def _children(module: nn.Module, path: str, applied: dict[str, list[str]], indent: str, lines: list[str]) -> None:

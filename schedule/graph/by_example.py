@@ -8,7 +8,6 @@ selected when the graph runs.
 
 import contextlib
 import dataclasses
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from ..parallel.partition import meta_copy
 from ..random_state import quiet, rates_of
 from ..tree import ScheduledModule, join, with_ancestors
 from .trace import CallForm, Input, Traced, arguments, tidy
-from .tracing import Tracer, cause, check, merged, refuse_written, state_kept
+from .tracing import Tracer, call_of_form, cause, check, merged, refuse_written, state_kept
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -263,38 +262,15 @@ class _ByExample(Tracer):
                 module.__dict__["training"] = mode
             for name in rates_of(module):
                 module.__dict__[name] = self.create_proxy("get_attr", join(path, name), (), {})
-        counts_of_names: dict[str, int] = {}
-
-        def placeholder(name: str) -> fx.Proxy:
-            identifier = name.replace("[", "_").replace("]", "")
-            counts_of_names[identifier] = counts_of_names.get(identifier, 0) + 1
-            return self.create_proxy("placeholder", identifier, (), {})
-
         leaves = [
-            placeholder(name) if isinstance(leaf, Input) else leaf
+            self.create_proxy("placeholder", name.replace("[", "_").replace("]", ""), (), {})
+            if isinstance(leaf, Input)
+            else leaf
             for name, leaf in zip(self.form.names, self.form.leaves)
         ]
         named_arguments = tree_unflatten(leaves, self.form.spec)
         args, kwargs = call_of_form(type(self.top), named_arguments, self.form.positional)
         return (lambda top: root_fn(top, *args, **kwargs)), [self.top]
-
-
-def call_of_form(
-    kind: type[nn.Module], named_arguments: dict[str, Any], positional: int
-) -> tuple[list[Any], dict[str, Any]]:
-    """Converts arguments by name to a call of a module's forward, with the given number of positional arguments."""
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    for parameter in list(inspect.signature(kind.forward).parameters.values())[1:]:
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            args += named_arguments[parameter.name]
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            kwargs |= named_arguments[parameter.name]
-        elif parameter.kind is parameter.KEYWORD_ONLY or len(args) >= positional:
-            kwargs[parameter.name] = named_arguments[parameter.name]
-        else:
-            args.append(named_arguments[parameter.name])
-    return args, kwargs
 
 
 def as_call(inputs: Any) -> Example:

@@ -10,9 +10,9 @@ from ...base._torch import TreeSpec, has_backward_hooks, has_forward_hooks, tree
 from ...base.errors import TraceError
 from ..random_state import modes_kept, rates_of
 from ..tree import join
-from .by_example import Example, call_of_form, form_of
+from .by_example import Example, form_of
 from .trace import CallForm, Input, Traced, Unflatten, arguments, tidy
-from .tracing import cause, check, merged
+from .tracing import call_of_form, cause, check, merged
 
 
 def trace_exported(

@@ -92,21 +92,31 @@ class Tracer(fx.Tracer):
             if path == "" or not self.is_leaf_module(module, path):
                 target = f"{path}.training" if path else "training"
                 module.__dict__["training"] = self.create_proxy("get_attr", target, (), {})
-        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
-        args: list[Any] = [self.top]
-        keywords: dict[str, Any] = {}
-        for parameter in parameters:
-            if parameter.name not in self.fixed:
-                value = self.create_proxy("placeholder", parameter.name, (), {})
-                if parameter.kind is parameter.KEYWORD_ONLY:
-                    keywords[parameter.name] = value
-                else:
-                    args.append(value)
-            elif parameter.kind is parameter.KEYWORD_ONLY:
-                keywords[parameter.name] = self.fixed[parameter.name]
-            elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                args.append(self.fixed[parameter.name])
-        return (lambda *a: root_fn(*a, **keywords)), args
+        names = list(inspect.signature(root_fn).parameters)[1:]
+        named_arguments = {
+            name: self.fixed[name] if name in self.fixed else self.create_proxy("placeholder", name, (), {})
+            for name in names
+        }
+        args, kwargs = call_of_form(type(self.top), named_arguments, len(names))
+        return (lambda top: root_fn(top, *args, **kwargs)), [self.top]
+
+
+def call_of_form(
+    kind: type[nn.Module], named_arguments: dict[str, Any], positional: int
+) -> tuple[list[Any], dict[str, Any]]:
+    """Converts arguments by name to a call of a module's forward, with the given number of positional arguments."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for parameter in list(inspect.signature(kind.forward).parameters.values())[1:]:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            args += named_arguments[parameter.name]
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            kwargs |= named_arguments[parameter.name]
+        elif parameter.kind is parameter.KEYWORD_ONLY or len(args) >= positional:
+            kwargs[parameter.name] = named_arguments[parameter.name]
+        else:
+            args.append(named_arguments[parameter.name])
+    return args, kwargs
 
 
 @contextmanager
@@ -142,18 +152,15 @@ def state_kept(module: nn.Module) -> Iterator[list[str]]:
             new_attributes = {
                 name: value for name, value in submodule.__dict__.items() if attributes.get(name) is not value
             }
-            written += [join(path, name) for name, value in new_attributes.items() if _symbolic(name, value)]
+            # Except for the training mode and rates of dropout, which the tracer sets.
+            symbols = [name for name, value in new_attributes.items() if isinstance(value, fx.Proxy)]
+            written += [join(path, name) for name in symbols if name not in ("training", "p") and "drop" not in name]
             submodule.__dict__.clear()
             submodule.__dict__.update(attributes)
         with torch.no_grad():
             for tensor, (version, value) in saved_values.items():
                 if tensor._version != version:
                     tensor.copy_(value)
-
-
-def _symbolic(name: str, value: Any) -> bool:
-    """Returns True for a symbol in an attribute, except for the training mode and rates of dropout, which the tracer sets."""
-    return isinstance(value, fx.Proxy) and name != "training" and name != "p" and "drop" not in name
 
 
 def refuse_written(label: str, written: Sequence[str]) -> None:

@@ -61,7 +61,7 @@ class OutputSync:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         leaves, spec = tree_flatten(output)
         for index, leaf in enumerate(leaves):
-            if _floating(leaf):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 leaves[index] = self.function(leaf)
                 return tree_unflatten(leaves, spec)
         return output
@@ -100,7 +100,3 @@ Exchange = InputSync | OutputSync | ParameterSync
 def syncs_of(module: nn.Module) -> list[Sync]:
     """Returns every `sync` on a module in the order of registration, those before the forward first."""
     return [hook.sync for hook in forward_hooks_of(module) if isinstance(hook, Exchange)]
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -367,7 +367,7 @@ class Stage(nn.Module):
         """Decides, at the first micro-batch, whether the backward pass of this stage is split in two."""
         if self.index and not self.split_decided and not splits(results, received):
             # The first part then computes all gradients, and the second one must do nothing.
-            self.runner.dw_builder = lambda: _no_weight_gradients
+            self.runner.dw_builder = lambda: lambda: None
         self.split_decided = True
 
     def _check_shapes(self, received: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> None:
@@ -394,10 +394,6 @@ class Stage(nn.Module):
             )
         reader = f": '{board.lacking}' gets it, or a value computed from it" if board.lacking else ""
         return f"{message}{reader}; cut elsewhere"
-
-
-def _no_weight_gradients() -> None:
-    """Does nothing: the second part of a backward pass that is not split."""
 
 
 def _ties(

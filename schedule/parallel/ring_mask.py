@@ -164,13 +164,6 @@ moved and counted like other arguments of a block.
 """
 
 
-def mask_of(masks: Any, ring: Axis | None) -> Any:
-    """Returns the mask of blocks with this ring, or without one, from one mask for all blocks or from several."""
-    if not isinstance(masks, dict):
-        return masks
-    return masks["" if ring is None else ring.group_name]
-
-
 def make_masks(*, rings: Sequence[Axis | None], plain: Callable[..., Any] | None, **kwargs: Any) -> Any:
     """Returns the masks of full sequences for some rings, one or several (`Masks`); replaces a mask function of transformers.
 

@@ -83,7 +83,9 @@ def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis 
         sp, cp: the ranks that exchange heads, and the ranks of a ring; None for none.
     """
     axes = tuple(axis for axis in (sp, cp) if axis is not None)
-    add_layer(model, CutSequence(sharing, _shifts(model), _first_position(model), axes))
+    # A loss of transformers that shifts labels: a token predicts the next one's label.
+    shifts = getattr(model, "loss_type", None) in (None, "ForCausalLM")
+    add_layer(model, CutSequence(sharing, shifts, _first_position(model), axes))
     attend_together(model, model, SequenceAxes(sp=sp, cp=cp), tp)
 
 
@@ -179,11 +181,6 @@ def _needs_whole_samples(model: Any, config: Any) -> str | None:
     return None
 
 
-def _shifts(model: Any) -> bool:
-    """Returns True if the model's loss in transformers shifts labels: a token predicts the next one's label."""
-    return getattr(model, "loss_type", None) in (None, "ForCausalLM")
-
-
 def _first_position(model: nn.Module) -> int | None:
     """Returns the model's first position index; None if its forward takes no positions.
 
@@ -267,7 +264,8 @@ def attend(
         The output, (B, tokens of this rank, heads, D), and attention weights or None.
     """
     axes = axes_of(module)
-    attention_mask = ring_mask.mask_of(attention_mask, axes.cp)
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask["" if axes.cp is None else axes.cp.group_name]
     if axes.cp is not None:
         attention = partial(ring_attend, axis=axes.cp, kernels=name != "eager")
     if axes.sp is None:
