@@ -32,20 +32,12 @@ FLAGS = ("ckpt", "offload")
 """Items without a number."""
 RANKS = ("tp", "sp", "cp", "ep")
 """Items that are a number of ranks."""
+_FOLLOWED = {**dict.fromkeys(RANKS, 1), "zero": 0}
+"""Knobs that blocks follow, and their neutral values."""
 ITEMS = (*RANKS, "zero", *FLAGS)
 """Items of a run, in the order in which they are printed."""
 _ITEM = re.compile(r"(?P<name>[A-Za-z_]+)(?P<number>[0-9]*)\Z")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
-
-
-class LayersError(UsageError):
-    """A text is not a strategy per layer. `column` counts from 1."""
-
-    def __init__(self, problem: str, text: str, offset: int) -> None:
-        self.problem, self.text, self.column = problem, text, offset + 1
-        start = max(0, offset - 60)
-        excerpt = text[start : offset + 60]
-        super().__init__(f"strategy, character {offset + 1}: {problem}\n  {excerpt}\n  {' ' * (offset - start)}^")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +97,22 @@ def parse(text: str) -> tuple[Run, ...]:
     """Returns the runs of a text, in order.
 
     Raises:
-        LayersError: it is not in the grammar, or its runs overlap, leave blocks out, or do not begin at block 0.
+        UsageError: it is not in the grammar, or its runs overlap, leave blocks out, or do not begin at block 0.
     """
     runs: list[Run] = []
-    if not text.strip():
-        raise LayersError("a strategy names runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3, but is empty", text, 0)
-    for word in re.finditer(r"\S+", text):
-        run = _run(text, word.group(), word.start())
+    for word in text.split():
+        run = _run(word)
         expected = runs[-1].last + 1 if runs else 0
         if run.first > expected:
             missing = f"block {expected}" if run.first == expected + 1 else f"blocks {expected} to {run.first - 1}"
-            raise LayersError(f"{missing} would have no strategy: runs cover all blocks, in order", text, word.start())
+            raise UsageError(f"strategy: {missing} would have no strategy (at {word}): runs cover all blocks, in order")
         if run.first < expected:
             final = min(run.last, expected - 1)
             again = f"block {final} has" if run.first == final else f"blocks {run.first} to {final} have"
-            raise LayersError(f"{again} a strategy already: runs cover each block once", text, word.start())
+            raise UsageError(f"strategy: {again} a strategy already (at {word}): runs cover each block once")
         runs.append(run)
+    if not runs:
+        raise UsageError("strategy: it names runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3, but is empty")
     return tuple(runs)
 
 
@@ -147,18 +139,16 @@ def printed(runs: Iterable[Run]) -> str:
 
 def own_knobs(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a configuration's knobs that blocks follow where a run lacks the item."""
-    return {**{name: int(config.get(name, 1)) for name in RANKS}, "zero": int(config.get("zero", 0))}
+    return {name: int(config.get(name, neutral)) for name, neutral in _FOLLOWED.items()}
 
 
-def of_blocks(
-    text: str, blocks: int, *, tp: int = 1, sp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0
-) -> list[BlockStrategy]:
+def of_blocks(text: str, blocks: int, **knobs: int) -> list[BlockStrategy]:
     """Returns the strategy of each of a model's blocks.
 
     Args:
         text: the strategy.
         blocks: repeated blocks of the model.
-        tp, sp, cp, ep, zero: the configuration's own knobs.
+        knobs: the configuration's own `tp`, `sp`, `cp`, `ep` and `zero`.
 
     Raises:
         UsageError: the text is for another number of blocks, or not a strategy.
@@ -169,7 +159,7 @@ def of_blocks(
             f"strategy: its runs are for {runs[-1].last + 1} blocks, but the model has {blocks}: the last run must end "
             f"at block {blocks - 1}"
         )
-    defaults = {"tp": tp, "sp": sp, "cp": cp, "ep": ep, "zero": zero}
+    defaults = own_knobs(knobs)
     return [
         BlockStrategy(
             ckpt=run.ckpt,
@@ -181,7 +171,7 @@ def of_blocks(
     ]
 
 
-def uniform(text: str, *, tp: int = 1, sp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0) -> BlockStrategy | None:
+def uniform(text: str, **knobs: int) -> BlockStrategy | None:
     """Returns the strategy of every block, if all have the same, with the degrees of the knobs; else None.
 
     None also if the optimizer state of the blocks is in host memory: `offload` of all runs is not the knob `offload`,
@@ -190,22 +180,19 @@ def uniform(text: str, *, tp: int = 1, sp: int = 1, cp: int = 1, ep: int = 1, ze
     >>> uniform("0-3:ckpt", zero=1), uniform("0-1:ckpt 2-3:-")
     (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True, offload=False, sp=1, cp=1), None)
     """
-    runs = parse(text)
-    strategies = set(of_blocks(text, runs[-1].last + 1, tp=tp, sp=sp, cp=cp, ep=ep, zero=zero))
+    strategies = set(of_blocks(text, parse(text)[-1].last + 1, **knobs))
     common = next(iter(strategies))
-    expected = BlockStrategy(tp=tp, sp=sp, cp=cp, ep=ep, zero=common.zero, ckpt=common.ckpt)
+    expected = BlockStrategy(**{**own_knobs(knobs), "zero": common.zero}, ckpt=common.ckpt)
     return common if strategies == {expected} else None
 
 
-def text_of(
-    strategies: Sequence[BlockStrategy], *, tp: int = 1, sp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0
-) -> str:
+def text_of(strategies: Sequence[BlockStrategy], **knobs: int) -> str:
     """Formats the strategies of blocks as a text, without items that equal the knobs: the inverse of `of_blocks`.
 
     >>> text_of([BlockStrategy(2, 1, 0, True)] * 2 + [BlockStrategy(1, 1, 3, False)], tp=2)
     '0-1:ckpt 2:tp1,zero3'
     """
-    defaults = {"tp": tp, "sp": sp, "cp": cp, "ep": ep, "zero": zero}
+    defaults = own_knobs(knobs)
     return printed(
         Run(
             block,
@@ -221,51 +208,43 @@ def text_of(
     )
 
 
-def _run(text: str, run: str, start: int) -> Run:
-    blocks, colon, items = run.partition(":")
+def _run(word: str) -> Run:
+    blocks, colon, items = word.partition(":")
     bounds = _RANGE.match(blocks)
     if bounds is None:
-        raise LayersError(f"blocks are a number or a range such as 0-7, but here is {blocks!r}", text, start)
+        raise UsageError(f"strategy: blocks are a number or a range such as 0-7, but here is {blocks!r}")
     start_block, end_block = int(bounds[1]), int(bounds[2] or bounds[1])
     if end_block < start_block:
-        raise LayersError(f"a range goes up, but {start_block} is after {end_block}", text, start)
+        raise UsageError(f"strategy: a range goes up, but {start_block} is after {end_block}")
     if end_block >= MOST_BLOCKS:
-        raise LayersError(f"a model has at most {MOST_BLOCKS} blocks, but here is block {end_block}", text, start)
+        raise UsageError(f"strategy: a model has at most {MOST_BLOCKS} blocks, but here is block {end_block}")
     if not colon:
-        problem = f"after the blocks {blocks} a colon and items are expected, such as {blocks}:ckpt"
-        raise LayersError(problem, text, start + len(blocks))
-    place, parsed = start + len(blocks) + 1, Run(start_block, end_block)
-    if items == "-":
-        return parsed
-    seen: set[str] = set()
-    for item in items.split(","):
-        name, value = _item(text, item, place)
-        if name in seen:
-            raise LayersError(f"{name} is given twice for the blocks {blocks}", text, place)
-        seen.add(name)
-        change: dict[str, Any] = {name: value}
-        parsed = replace(parsed, **change)
-        place += len(item) + 1
-    return parsed
+        raise UsageError(f"strategy: after the blocks {blocks} a colon and items are expected, such as {blocks}:ckpt")
+    values: dict[str, Any] = {}
+    for item in items.split(",") if items != "-" else ():
+        name, value = _item(item)
+        if name in values:
+            raise UsageError(f"strategy: {name} is given twice for the blocks {blocks}")
+        values[name] = value
+    return Run(start_block, end_block, **values)
 
 
-def _item(text: str, item: str, place: int) -> tuple[str, int | bool]:
+def _item(item: str) -> tuple[str, int | bool]:
     match = _ITEM.match(item)
     if match is None:
-        examples = "tp2, zero3 or ckpt"
-        raise LayersError(f"an item is expected, such as {examples}, but here is {item!r}", text, place)
+        raise UsageError(f"strategy: an item is expected, such as tp2, zero3 or ckpt, but here is {item!r}")
     name, number = match["name"], match["number"]
     if name not in ITEMS:
-        raise LayersError(unknown("item", name, ITEMS), text, place)
+        raise UsageError(f"strategy: {unknown('item', name, ITEMS)}")
     if name in FLAGS:
         if number:
-            raise LayersError(f"{name} takes no number, but here is {item!r}", text, place + len(name))
+            raise UsageError(f"strategy: {name} takes no number, but here is {item!r}")
         return name, True
     if not number:
-        raise LayersError(f"{name} takes a number, such as {name}2", text, place + len(name))
+        raise UsageError(f"strategy: {name} takes a number, such as {name}2")
     value = int(number)
     if name == "zero" and value > 3:
-        raise LayersError(f"zero is a stage from 0 to 3, but here is {value}", text, place + len(name))
+        raise UsageError(f"strategy: zero is a stage from 0 to 3, but here is {value}")
     if name in RANKS and not 1 <= value <= 1 << 20:  # `MAX_DEVICES` of strategy.py, which imports this module
-        raise LayersError(f"{name} is a whole number of at least 1, but here is {value}", text, place + len(name))
+        raise UsageError(f"strategy: {name} is a whole number of at least 1, but here is {value}")
     return name, value

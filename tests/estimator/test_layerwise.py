@@ -208,7 +208,7 @@ def test_heads_and_samples_bound_what_a_run_shares():
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"), [("0-24:-", "25 blocks, but the model has 24"), ("first", "character 1: blocks are a number")]
+    ("text", "rule"), [("0-24:-", "25 blocks, but the model has 24"), ("first", "blocks are a number")]
 )
 def test_blocks_that_there_are_not_are_refused(text, rule):
     with pytest.raises(UsageError, match=rule):

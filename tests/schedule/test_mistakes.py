@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import mesh
 from redline.base.errors import ScheduleError, TraceError
-from redline.schedule import build, call_module, create_schedule, verify
+from redline.schedule import build, create_schedule, verify
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -255,24 +255,6 @@ def test_subgraphs_that_overlap_are_refused_before_anything_changes():
     assert str(sch.graph) == before
 
 
-def test_a_hook_before_the_first_module_of_a_replaced_subgraph_moves():
-    torch.manual_seed(0)
-    seen = []
-    sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    sch["0"].hook("fwd_pre", lambda module, args: seen.append(args[0].shape))
-    sch.trace()
-    found = sch.find(lambda x: torch.relu(call_module("0", x)))
-    sch.replace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), found, name="both")
-    model, _ = build(sch)
-    model(torch.randn(2, 4))
-    assert seen == [(2, 4)] and "both" in dict(model.named_children())
-    sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    sch["1"].hook("fwd_pre", lambda module, args: None)  # inside the replaced subgraph
-    sch.trace()
-    with pytest.raises(ScheduleError, match="'1' has a hook"):
-        sch.replace(nn.Linear(4, 4), sch.find(lambda x: torch.relu(call_module("0", x))))
-
-
 class FusedNorm(nn.LayerNorm):
     def __init__(self, features: int):
         super().__init__(features)
@@ -294,6 +276,3 @@ def test_a_class_is_called_with_the_old_module_and_others_are_refused_in_words()
     sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     sch["1"].replace(Halved)
     assert isinstance(sch["1"].module, Halved)
-
-
-# Terms of other schedule languages

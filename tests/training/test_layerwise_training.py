@@ -35,10 +35,10 @@ def test_only_the_named_blocks_are_recomputed(small):
     [
         ("0-9:ckpt", "strategy=0-9:ckpt: the runs of a strategy cover the model's 4 blocks, 0 to 3"),
         ("0-2:ckpt", "cover the model's 4 blocks, 0 to 3"),
-        ("0-1:ckpt 1-3:-", "character 10: block 1 has a strategy already"),
-        ("0:ckpt 3:-", "character 8: blocks 1 to 2 would have no strategy"),
-        ("0-3:ckpt,tq2", "character 10: unknown item 'tq'; did you mean 'tp'"),
-        ("a", "character 1: blocks are a number or a range such as 0-7"),
+        ("0-1:ckpt 1-3:-", "block 1 has a strategy already"),
+        ("0:ckpt 3:-", "blocks 1 to 2 would have no strategy"),
+        ("0-3:ckpt,tq2", "unknown item 'tq'; did you mean 'tp'"),
+        ("a", "blocks are a number or a range such as 0-7"),
         ("", "but is empty"),
     ],
 )
