@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
@@ -140,23 +140,12 @@ class ScheduledModule:
         """The path for messages; for the root its class name."""
         return self.path or type(self.tree.module).__name__
 
-    @overload
-    def __getitem__(self, path: str | int) -> Self: ...
-    @overload
-    def __getitem__(self, path: slice) -> list[Self]: ...
-    def __getitem__(self, path: str | int | slice) -> Self | list[Self]:
-        """Returns a module below this one by dotted path, or the direct child at a position; for a slice, a list of children.
+    def __getitem__(self, path: str | int) -> Self:
+        """Returns a module below this one by dotted path, or a member of a list by its number.
 
         Raises:
             ScheduleError: the module does not exist; the message names the nearest one.
         """
-        if isinstance(path, int | slice):
-            names = [name for name, child in children_of(self.module).items() if child is not None]
-            if isinstance(path, slice):
-                return [self[name] for name in names[path]]
-            if not -len(names) <= path < len(names):
-                raise MissingModuleError(f"'{self.name}' has {len(names)} children, but got the position {path}")
-            path = names[path]
         full = join(self.path, str(path))
         find_module(self.tree.module, full)
         return type(self)(self.tree, full)
@@ -166,11 +155,10 @@ class ScheduledModule:
         return iter([type(self)(self.tree, join(self.path, name)) for name, _ in self.module.named_children()])
 
     def __contains__(self, path: str) -> bool:
-        module: nn.Module | None = self.module
-        for name in str(path).split(".") if path != "" else ():
-            module = children_of(module).get(name)
-            if module is None:
-                return False
+        try:
+            find_module(self.module, path)
+        except MissingModuleError:
+            return False
         return True
 
     def select(self, pattern: str) -> list[Self]:

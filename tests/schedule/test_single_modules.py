@@ -1,4 +1,4 @@
-"""Single parts of a model: verified, built, decomposed, selected and printed."""
+"""Single parts of a model: verified, built and printed."""
 
 import copy
 
@@ -67,21 +67,6 @@ def test_a_part_is_built_by_itself():
             build(at)
 
 
-# Decomposed
-
-
-# Selected
-
-
-def test_children_are_selected_by_position():
-    sch = create_schedule(net())
-    assert (sch[0].path, sch[-1].path, sch["1"][1].path, sch["1.0"][-1].path) == ("0", "2", "1.1", "1.0.fc2")
-    assert [each.path for each in sch["1.0"][1:]] == ["1.0.act", "1.0.fc2"]
-    assert [each.path for each in sch["1"][::-1]] == ["1.1", "1.0"]
-    with pytest.raises(ScheduleError, match="'1' has 2 children, but got the position 2"):
-        sch["1"][2]
-
-
 def test_a_graph_is_printed_and_seen_in_the_tree():
     sch = create_schedule(net())
     with pytest.raises(ScheduleError, match="graph of '1.0': trace it first"):
@@ -96,6 +81,3 @@ def test_a_graph_is_printed_and_seen_in_the_tree():
     assert str(copy.deepcopy(sch)) == text
     with pytest.raises(ScheduleError, match=r"fuse on '1.1': it takes subgraphs.*compile\(\) runs a whole module"):
         sch["1.1"].fuse(name="whole")
-
-
-# Printed

@@ -15,7 +15,7 @@ def test_paths_address_the_modules_of_the_model(make_transformer):
     sch = create_schedule(model)
     assert sch.path == "" and sch.module is model
     assert sch["transformer.h.0.mlp"].module is model.transformer.h[0].mlp
-    assert sch["transformer"]["h"][-1].path == "transformer.h.1"
+    assert list(sch["transformer"]["h"])[-1].path == "transformer.h.1"
     assert [each.path for each in sch["transformer.h"]] == ["transformer.h.0", "transformer.h.1"]
     assert "transformer.h.0" in sch and "transformer.h.7" not in sch
 
