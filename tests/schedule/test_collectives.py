@@ -190,9 +190,24 @@ def rows_throughout(sch):
     sch["fc2"].sync("fwd_post", "all_gather", axis=0)
 
 
+def sum_of_ones_own(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def function_in_place_of_a_name(sch):
+    sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", sum_of_ones_own)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def scattered_before_rows(sch):
+    sch["fc2"].shard("weight", axis=1).sync("fwd_pre", "scatter", axis=-1).sync("fwd_post", "all_reduce")
+
+
 SCHEMES = (
-    lambda sch: None, features_to_rows, features_to_rows_and_back, columns_then_rows, gathered_behind_each,
-    whole_to_features, whole_to_rows, rows_throughout,
+    lambda sch: None, function_in_place_of_a_name, scattered_before_rows, features_to_rows, features_to_rows_and_back,
+    columns_then_rows, gathered_behind_each, whole_to_features, whole_to_rows, rows_throughout,
 )  # fmt: skip
 
 
@@ -210,5 +225,5 @@ def check_schemes(seed):
         wrong["fc2"].sync("fwd_post", "all_gather", axis=0)
 
 
-def test_two_layers_are_computed_in_eight_ways_of_cutting_what_is_between_them(two, seed):
+def test_two_layers_are_computed_in_every_way_of_cutting_what_is_between_them(two, seed):
     two.run(check_schemes, seed)

@@ -61,18 +61,6 @@ def test_verify_notices_that_gradients_are_not_averaged(two, make_transformer):
 # offload
 
 
-def test_offloaded_activations_change_nothing(make_transformer, tokens):
-    plain, _ = build(create_schedule(make_transformer("gpt2")))
-    sch = create_schedule(make_transformer("gpt2"))
-    for each in sch.select("transformer.h.*"):
-        each.offload()
-    built, _ = build(sch)
-    for model in (plain, built):
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    for ours, theirs in zip(built.parameters(), plain.parameters()):
-        assert torch.equal(ours.grad, theirs.grad)
-
-
 def test_saved_activations_are_copied_to_the_host_and_weights_are_not(monkeypatch):
     copied = []
     away = torch.autograd.graph.save_on_cpu
@@ -98,8 +86,6 @@ def test_saved_activations_are_copied_to_the_host_and_weights_are_not(monkeypatc
 
 
 def test_an_offloaded_optimizer_steps_as_the_plain_one(mlp):
-    import copy
-
     sch = create_schedule(copy.deepcopy(mlp)).offload("optimizer")
     model, optimizer = build(sch, optimizer=numerics.adamw)
     plain, reference = mlp, numerics.adamw(mlp.parameters())

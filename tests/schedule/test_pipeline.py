@@ -12,7 +12,7 @@ from redline.knobs.meaning import Placement
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.comparison import allowance, loss_allowance
-from redline.schedule.parallel import split
+from redline.schedule.parallel import partition
 from torch import nn
 
 
@@ -132,7 +132,7 @@ class Asides(nn.Module):
         return self.leave(y + kept) + aside.sum()
 
 
-def check_asides(kind, seed, leave=split.leave):
+def check_asides(kind, seed, leave=partition.leave):
     torch.manual_seed(seed)
     x, target = torch.randn(8, 8), torch.randn(8, 2)
     sch = create_schedule(Asides(), mesh(pp=2))
@@ -160,15 +160,15 @@ def test_a_backward_has_two_parts_where_each_weight_hangs_on_one_place():
     first, second, table = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(8, 4)
     x = torch.randn(3, 4, requires_grad=True)
     alone = table(torch.arange(3))
-    assert split.splits([second(torch.relu(first(x)))], [x])
-    assert split.splits([second(first(x) + alone)], [x])
+    assert partition.splits([second(torch.relu(first(x)))], [x])
+    assert partition.splits([second(first(x) + alone)], [x])
     # A weight, or a function of weights only, is used twice.
-    assert not split.splits([first(torch.relu(first(x)))], [x])
-    assert not split.splits([second(first(x) + alone) * alone], [x])
+    assert not partition.splits([first(torch.relu(first(x)))], [x])
+    assert not partition.splits([second(first(x) + alone) * alone], [x])
     # A function of weights only has no gradient path to the received tensor, unless `leave` adds one.
-    assert split.splits([split.leave(each, [x]) for each in (first(x), torch.sin(alone))], [x])
-    assert not split.splits([split.leave(each, [x]) for each in (first(x) + alone, alone)], [x])
-    assert split.splits([x.detach()], [x]) and split.splits([], [])
+    assert partition.splits([partition.leave(each, [x]) for each in (first(x), torch.sin(alone))], [x])
+    assert not partition.splits([partition.leave(each, [x]) for each in (first(x) + alone, alone)], [x])
+    assert partition.splits([x.detach()], [x]) and partition.splits([], [])
 
 
 def test_stages_lie_where_torch_runs_them():

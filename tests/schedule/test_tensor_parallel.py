@@ -1,6 +1,5 @@
 """Tensor and sequence parallelism on real ranks: values, gradients, training steps, refusals and pitfalls."""
 
-import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import mesh
-from redline.base.errors import ScheduleError
 from redline.models.families import schedule_of
 from redline.schedule import (
     build,
@@ -137,54 +135,6 @@ def test_convolutions_and_embeddings_are_cut_along_features(two, seed):
     two.run(check_convolutions, seed)
 
 
-# sync
-
-
-def check_syncs(make, seed):
-    axis = mesh(tp=2)
-    torch.manual_seed(seed)
-    model = make()
-
-    def schedule(fill):
-        sch = create_schedule(copy.deepcopy(model), axis)
-        with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))):
-            fill(sch)
-
-    def gather_features(sch):
-        sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
-        sch["fc1"].sync("fwd_post", "all_gather", axis=-1)
-
-    def scatter_features(sch):
-        sch["fc2"].shard("weight", axis=1).sync("fwd_pre", "scatter", axis=-1).sync("fwd_post", "all_reduce")
-
-    def functions(sch):
-        def add(tensor):
-            out = tensor.clone()
-            dist.all_reduce(out)
-            return out
-
-        sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", add)
-        sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-
-    def samples(sch):
-        # Each rank processes half of the batch; parameters are whole and their gradients are partial.
-        sch["fc1"].sync("fwd_pre", "scatter", axis=0).sync("bwd_post", "all_reduce", on="parameters")
-        sch["fc2"].sync("fwd_post", "all_gather", axis=0).sync("bwd_post", "all_reduce", on="parameters")
-
-    for each in (gather_features, scatter_features, functions, samples):
-        schedule(each)
-
-    wrong = create_schedule(copy.deepcopy(model), axis)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-    with pytest.raises(ScheduleError, match=r"the gradient of .* departs"), verify(wrong, x):
-        wrong["fc1"].sync("fwd_pre", "scatter", axis=0)
-        wrong["fc2"].sync("fwd_post", "all_gather", axis=0)
-
-
-def test_every_exchange_has_its_gradient_and_a_forgotten_one_is_found(two, mlp, seed):
-    two.run(check_syncs, type(mlp), seed)
-
-
 # Dropout
 
 
@@ -235,9 +185,6 @@ def test_dropout_differs_where_cut_and_agrees_where_whole(two, checkpoint):
     assert 0.4 < same[1] < 0.6 and 0.4 < same[3] < 0.6
     assert torch.equal(next_one, next_other)
     assert len({tuple(mask.tolist()) for mask in one}) == 5
-
-
-# Recipes and compilation
 
 
 class ScaledEmbedding(nn.Embedding):
