@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import fx, nn
 
@@ -103,16 +103,8 @@ def create_schedule(module: nn.Module, mesh: Any = None) -> Schedule:
     return Schedule(Tree(module, mesh))
 
 
-@overload
-def register_primitive(function: Callable[..., Any]) -> Callable[..., Any]: ...
-@overload
-def register_primitive(
-    *, name: str | None = None, query: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
-def register_primitive(
-    function: Callable[..., Any] | None = None, *, name: str | None = None, query: bool = False
-) -> Any:
-    """Makes `function(sch, ...)` a primitive, callable as `sch.<name>(...)`.
+def register_primitive(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    """Makes `function(sch, ...)` a primitive, callable as `sch.<name>(...)`; also a decorator.
 
     The function checks its arguments before it changes anything, so that a refused call does not change the schedule.
     Its result is returned; None becomes the schedule itself, so that calls can be chained.
@@ -121,22 +113,17 @@ def register_primitive(
         function: first parameter is the `Schedule` it is called on. Its signature and docstring are those of the
             method.
         name: the primitive's name; the function's name by default.
-        query: it only reads, so it is not recorded and may be called after `build`.
 
     Raises:
         ScheduleError: the name is taken.
     """
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        label = name or function.__name__
-        if hasattr(Schedule, label):
-            raise ScheduleError(f"a primitive's name must be new, but '{label}' is taken; register another name")
-        if not inspect.signature(function).parameters:
-            raise ScheduleError(f"primitive '{label}' must take the schedule first, but takes no parameter")
-        setattr(Schedule, label, function if query else primitive(function, label))
-        return function
-
-    return register if function is None else register(function)
+    label = name or function.__name__
+    if hasattr(Schedule, label):
+        raise ScheduleError(f"a primitive's name must be new, but '{label}' is taken; register another name")
+    if not inspect.signature(function).parameters:
+        raise ScheduleError(f"primitive '{label}' must take the schedule first, but takes no parameter")
+    setattr(Schedule, label, primitive(function, label))
+    return function
 
 
 class Primitives(dict[str, Callable[..., Any]]):

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ScheduleError, unknown
-from ..knobs.layers import Run, printed
+from ..base.errors import ScheduleError
 from ..knobs.strategy import Strategy
 from ..models.families import schedule_of, strategies_of
 from .precision import dtype_of
@@ -14,12 +13,8 @@ if TYPE_CHECKING:
 
     from ..schedule import Schedule
 
-METHODS = ("uniform", "first")
 
-
-def apply_schedule(
-    model: "nn.Module", config: Mapping[str, Any], mesh: Any = None, checkpoint_method: str = "uniform"
-) -> "Schedule":
+def apply_schedule(model: "nn.Module", config: Mapping[str, Any], mesh: Any = None) -> "Schedule":
     """Returns the schedule of a model with a configuration applied, ready for `redline.build`.
 
     It applies the knobs that rewrite a model (`tp`, `sequence_parallel`, `pp`, `checkpoint_ratio`, `fusion`,
@@ -30,27 +25,18 @@ def apply_schedule(
         model: any model of transformers, or one with its repeated blocks in a list.
         config: knobs and their values, such as the `best.config` of a search.
         mesh: a DeviceMesh with axes out of `pp`, `dp` and `tp`, if there are several devices.
-        checkpoint_method: selects the blocks that `checkpoint_ratio` recomputes: `uniform` spreads them evenly, `first` takes
-            those that run first, whose activations would be kept longest.
 
     Raises:
         ScheduleError: the mesh does not match the configuration, or the model cannot be rewritten.
     """
     from ..schedule import create_schedule
 
-    if checkpoint_method not in METHODS:
-        raise ScheduleError(f"apply_schedule: {unknown('checkpoint_method', checkpoint_method, METHODS)}")
     sch = create_schedule(model, mesh)
     replicas = _check_mesh(mesh, config)
     follows = schedule_of(str(getattr(getattr(model, "config", None), "model_type", "")))
-    knobs = dict(config)
     blocks = follows.blocks(sch)
-    if checkpoint_method == "first" and knobs.get("strategy") is None and blocks:
-        count = round(knobs.pop("checkpoint_ratio", 0) * len(blocks))
-        knobs["strategy"] = printed(Run(index, index, ckpt=index < count) for index in range(len(blocks)))
-    follows(sch, knobs)
-    shared = knobs.get("sp", 1) * knobs.get("cp", 1)
-    strategy = Strategy.of({**knobs, "dp": replicas // shared})
+    follows(sch, dict(config))
+    strategy = Strategy.of({**config, "dp": replicas // (config.get("sp", 1) * config.get("cp", 1))})
     if strategy.offload == "optimizer":
         sch.offload("optimizer")
     if has_replicas(sch):

@@ -34,7 +34,7 @@ from ..tree import ScheduledModule, Tree, join, places
 from .called import used_modules
 from .pattern import Attribute
 from .subgraph import Subgraph, chosen, extract, merged
-from .trace import ITSELF, Call, SubgraphCall, SyncCall, TensorCall, Traced
+from .trace import ITSELF, Call, SubgraphCall, SyncCall, Traced
 
 
 def fuse_subgraph(sch: ScheduledModule, subgraphs: Any, compiler: Any, name: str | None) -> None:
@@ -133,7 +133,7 @@ def _insert(
             name = value.target
             value = add(graph.get_attr, name)
             for function in plan.parameters.get(name, ()):
-                value = add(graph.call_function, TensorCall(*function), (value,))
+                value = add(graph.call_function, Call(*function), (value,))
         elif isinstance(value, fx.Node):
             for hook in plan.before_inputs.get(value, ()):
                 value = add(graph.call_function, SyncCall(hook), (value,))

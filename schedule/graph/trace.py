@@ -225,17 +225,6 @@ class SyncCall(NamedOperation):
         return self.hook.function(value) if is_floating_point else value
 
 
-class TensorCall(NamedOperation):
-    """A function of a module's parameter, as an operation between the parameter and its users."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], name: str) -> None:
-        self.function = function
-        super().__init__(name)
-
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
-        return self.function(value)
-
-
 class Unflatten(NamedOperation):
     """Converts the results of an exported graph to the module's output structure."""
 
