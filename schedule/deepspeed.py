@@ -98,7 +98,7 @@ def start(
             if (param := parameters_of(module).get(name)) is not None:
                 param.tensor_model_parallel = True
     form = next((form for name, form in FORMATS.items() if settings.get(name, {}).get("enabled")), None)
-    module, convert = (model, None) if pipeline is None else staged(pipeline, mesh, topology, form)
+    module, convert = (model, None) if pipeline is None else staged(pipeline, topology, form)
     engine, optimizer, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
@@ -239,9 +239,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by the number of bytes."""
 
 
-def staged(
-    pipeline: Pipeline, mesh: Any, topology: Any, form: torch.dtype | None
-) -> tuple[nn.Module, Callable[[Any], Any]]:
+def staged(pipeline: Pipeline, topology: Any, form: torch.dtype | None) -> tuple[nn.Module, Callable[[Any], Any]]:
     """Returns this rank's stage as a PipelineModule, and a function that converts a micro-batch of the data iterator.
 
     Its attribute `model` is the scheduled model. All ranks call it.
@@ -261,8 +259,10 @@ def staged(
         layers, topology=topology, loss_fn=None if pipeline.loss is None else layer.loss, partition_method="uniform"
     )
     module.__dict__["model"] = pipeline.model
-    tied = _tied(pipeline, mesh)
-    module.get_tied_weights_and_groups = lambda: tied
+    for tie in pipeline.ties:
+        # The norm of all gradients counts the weight on its first stage only.
+        tie.param.ds_pipe_replicated = pipeline.axis.rank != tie.ranks[0]
+    module.get_tied_weights_and_groups = lambda: [(tie.param, tie.group) for tie in pipeline.ties]
     return module, layer.batch
 
 
@@ -385,20 +385,3 @@ class _DependsOn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms)
-
-
-def _tied(pipeline: Pipeline, mesh: Any) -> list[tuple[nn.Parameter, Any]]:
-    """Returns this rank's weights that other stages also have, each with the process group of these stages' ranks."""
-    pipelines = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, pipeline.axis.size).tolist()
-    tied = []
-    for module, name, stages in pipeline.ties:
-        for pipeline_ranks in pipelines:
-            ranks = [pipeline_ranks[stage] for stage in stages]
-            group = dist.new_group(ranks)  # collective: also by ranks outside the group
-            if dist.get_rank() in ranks:
-                param = parameters_of(module)[name]
-                assert param is not None, "a tied weight exists on each of its stages"
-                # The norm of all gradients counts the weight on its first stage only.
-                param.ds_pipe_replicated = dist.get_rank() != ranks[0]
-                tied.append((param, group))
-    return tied

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..base._torch import parameters_of
 from ..models.batches import batch_slice, entries, to_device
 from ..models.data import Task
 from ..models.workload import Batch
@@ -168,4 +167,4 @@ def _held_by_earlier_stages(model: "nn.Module") -> set[int]:
     if pipeline is None:
         return set()
     rank = pipeline.axis.rank
-    return {id(parameters_of(module)[name]) for module, name, ranks in pipeline.ties if rank in ranks[1:]}
+    return {id(tie.param) for tie in pipeline.ties if rank != tie.ranks[0]}

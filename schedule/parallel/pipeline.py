@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,9 @@ from ...knobs.meaning import PIPELINE_SCHEDULES, Placement
 from ...knobs.rules import NOT_SPLIT
 from ..forward import named_arguments
 from ..tree import Tree, is_within
-from .collectives import Axis
+from .collectives import Axis, subgroup
 from .partition import Board, Gate, StageEnd, Unit, drop, leave, meta_copy, splits, tied_within, units_of
-from .sharding import holders, is_dtensor
+from .sharding import holders, local
 
 _WRAPPED = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
 """torch's error in place of one of a stage; it describes the stage's arguments."""
@@ -38,7 +38,8 @@ class Pipeline:
         self.placement = Placement(self.num_stages, axis.size, self.order.v_shaped)
         self.own_stages = self.placement.held(axis.rank)
         """Indices of the stages on this rank."""
-        self.ties = _ties(tree.module, self.units, self.placement, axis)
+        self.ties = _ties(tree, self.units, self.placement, axis)
+        """Parameters that stages of this rank and of others share."""
         self.tied_within = tied_within(tree.module, self.units, self.placement)
         """A weight that several units on one rank share, on this rank or another; None if there is none."""
         self.board = Board(device, stages=self.num_stages)
@@ -64,13 +65,13 @@ class Pipeline:
 
     def tied_parameters(self) -> list[nn.Parameter]:
         """Returns this rank's parameters that several stages share, on this rank or on others."""
-        tied = [parameters_of(module)[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
         stages: dict[nn.Parameter, set[int]] = {}
         for unit in self.units:
             for param in unit.module.parameters():
                 stages.setdefault(param, set()).add(unit.stage)
         # In a V-shaped placement the first rank has both the first and the last stage.
-        return list(dict.fromkeys([*tied, *(param for param in stages if len(stages[param]) > 1)]))
+        within = [param for param in stages if len(stages[param]) > 1]
+        return list(dict.fromkeys([*(tie.param for tie in self.ties), *within]))
 
     def absent(self, path: str) -> bool:
         """Returns True if a module belongs to another rank."""
@@ -91,9 +92,11 @@ class Pipeline:
         for unit, meta in zip(self.units, self.metas):
             if unit.ends or any(True for _ in meta.parameters()):
                 set_call(unit.module, Gate(unit, meta, self.board))
-        with torch.no_grad():
-            for tied in self._tied_tensors(lambda param: param.detach()):
-                self._send_from_first(tied)
+        for tie in self.ties:
+            values = local(tie.param.detach())
+            sent = values.contiguous()
+            dist.broadcast(sent, dist.get_global_rank(self.axis.group, tie.ranks[0]), group=tie.group)
+            values.copy_(sent)
         self.model.__dict__["pipeline"] = self
 
     def step(
@@ -164,9 +167,16 @@ class Pipeline:
             self.outputs.clear()
         for callback in self.after_passes:
             callback()
-        with torch.no_grad():
-            for tied in self._tied_tensors(lambda param: param.grad):
-                self._sum_on_first(tied)
+        for tie in self.ties:
+            if not tie.param.requires_grad:
+                continue
+            if tie.param.grad is None:  # the other ranks take part with theirs
+                tie.param.grad = torch.zeros_like(tie.param)
+            # Every rank with the weight shards it over its replicas in the same way, so local shards correspond.
+            gradient = local(tie.param.grad)
+            total = gradient.contiguous()
+            dist.all_reduce(total, group=tie.group)
+            gradient.copy_(total)
         for callback in self.after_step:  # replicas average the sums of tied gradients, so after these
             callback()
         if not torch.is_grad_enabled():
@@ -257,50 +267,6 @@ class Pipeline:
             else self.loss(self.outputs[-1], target)
         )
         return value / self.micro_batches
-
-    def _tied_tensors(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Any:
-        """Returns, for each tie between ranks, (this rank's tensor, the peer's global rank, True if this rank is first)."""
-        ties = []
-        for module, name, ranks in self.ties:
-            if self.axis.rank not in ranks:
-                continue
-            param = parameters_of(module)[name]
-            assert param is not None, "a tied weight exists on each of its stages"
-            value = read(param)
-            if value is None:
-                if not param.requires_grad:
-                    continue
-                # The other ranks wait for a message, so a missing gradient is sent as zeros.
-                param.grad = value = torch.zeros_like(param)
-            if is_dtensor(value):
-                # Every rank with the weight shards it over the data-parallel ranks in the same way: local shards correspond.
-                value = value.to_local()
-            is_source = self.axis.rank == ranks[0]
-            peers = ranks[1:] if is_source else ranks[:1]
-            ties.append([(value, dist.get_global_rank(self.axis.group, peer), is_source) for peer in peers])
-        return ties
-
-    def _sum_on_first(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
-        """Sums a gradient over the ranks that have the weight, on the first of them, and sends the sum to the others."""
-        for grad, peer, is_source in tensors:
-            if is_source:
-                grad.add_(self._receive(grad, peer))
-            else:
-                dist.send(grad.contiguous(), peer, group=self.axis.group)
-        self._send_from_first(tensors)
-
-    def _send_from_first(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
-        """Sends the values of the first rank that has the weight to the others."""
-        for tensor, peer, is_source in tensors:
-            if is_source:
-                dist.send(tensor.contiguous(), peer, group=self.axis.group)
-            else:
-                tensor.copy_(self._receive(tensor, peer))
-
-    def _receive(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        dist.recv(buffer, peer, group=self.axis.group)
-        return buffer
 
 
 class Stage(nn.Module):
@@ -396,25 +362,44 @@ class Stage(nn.Module):
         return f"{message}{reader}; cut elsewhere"
 
 
-def _ties(
-    root: nn.Module, units: list[Unit], placement: Placement, axis: Axis
-) -> list[tuple[nn.Module, str, list[int]]]:
-    """Returns the parameters that stages of several ranks share, as (module, name, ranks).
+class Tie(NamedTuple):
+    """A parameter that stages of several ranks share."""
 
-    The module and name are this rank's, and the ranks are in order of first use.
-    """
+    holder: nn.Module
+    name: str
+    ranks: tuple[int, ...]
+    """The ranks along the pipeline that have it, in the order of first use."""
+    group: dist.ProcessGroup
+    """These ranks."""
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter, which FSDP may replace."""
+        param = parameters_of(self.holder)[self.name]
+        assert param is not None, "a tied weight exists on each of its stages"
+        return param
+
+
+def _ties(tree: Tree, units: list[Unit], placement: Placement, axis: Axis) -> list[Tie]:
+    """Returns the parameters that this rank's stages share with others; all ranks call it."""
     rank_of = {submodule: placement.rank(unit.stage) for unit in units for submodule in unit.module.modules()}
     ties, seen = [], set()
-    for module in root.modules():
+    groups: dict[tuple[int, ...], Any] = {}
+    pipelines = tree.mesh.mesh.movedim(tree.mesh.mesh_dim_names.index("pp"), -1).reshape(-1, axis.size)
+    for module in tree.module.modules():
         for param in parameters_of(module).values():
             if param is None or param in seen:
                 continue
             seen.add(param)
-            places = [(holder, name, rank_of[holder]) for _, holder, name in holders(root, param) if holder in rank_of]
-            ranks = list(dict.fromkeys(rank for _, _, rank in places))
-            if len(ranks) > 1:
-                own_place = next(((holder, name) for holder, name, rank in places if rank == axis.rank), places[0][:2])
-                ties.append((*own_place, ranks))
+            places = [
+                (holder, name, rank_of[holder]) for _, holder, name in holders(tree.module, param) if holder in rank_of
+            ]
+            ranks = tuple(dict.fromkeys(rank for _, _, rank in places))
+            if len(ranks) > 1 and ranks not in groups:
+                groups[ranks] = subgroup(tree.mesh, pipelines[:, list(ranks)], "tied")
+            own_place = next(((holder, name) for holder, name, rank in places if rank == axis.rank), None)
+            if len(ranks) > 1 and own_place is not None:
+                ties.append(Tie(*own_place, ranks, groups[ranks]))
     return ties
 
 
