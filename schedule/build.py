@@ -11,7 +11,6 @@ from torch import nn
 from ..base._torch import parameters_of
 from ..base.errors import ScheduleError, unknown
 from . import deepspeed
-from .held import own_tensors
 from .materialise import Init, materialise
 from .parallel.agreement import check_first_call, check_weights
 from .parallel.collectives import axis_of
@@ -20,7 +19,7 @@ from .primitives.data_parallel import Cutting, cutting_of
 from .primitives.formats import final_formats
 from .primitives.tensor_parallel import check_synced
 from .schedule import Schedule
-from .tree import PHASES, find_module, is_within
+from .tree import PHASES, find_module, is_within, own_tensors
 
 TARGETS = ("deepspeed",)
 """Engines that `build` supports."""

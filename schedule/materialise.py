@@ -21,10 +21,9 @@ from torch.overrides import TorchFunctionMode
 from ..base._torch import TorchDispatchMode, schema_of, tree_leaves
 from ..base._transformers import initialise, initialises
 from ..base.errors import ScheduleError
-from . import held
 from .parallel import sharding
 from .random_state import with_index
-from .tree import called_with_path, join
+from .tree import called_with_path, join, own_tensors, replace_tensor
 
 Init = Callable[..., Any]
 """`init(module)` or `init(module, path)`."""
@@ -83,14 +82,10 @@ def materialise(
     Raises:
         ScheduleError: tensors have no initialisation; the message names them.
     """
-    places = [
-        (module, name) for module in root.modules() for name, tensor in held.own_tensors(module) if tensor.is_meta
-    ]
+    places = [(module, name) for module in root.modules() for name, tensor in own_tensors(module) if tensor.is_meta]
     # Tensors with values first, in place: rules may read them, and an optimizer or an attribute may refer to them.
     for module in root.modules():
-        elsewhere = [
-            tensor for _, tensor in held.own_tensors(module) if tensor.device not in (META, with_index(device))
-        ]
+        elsewhere = [tensor for _, tensor in own_tensors(module) if tensor.device not in (META, with_index(device))]
         for tensor in elsewhere:
             tensor.data = tensor.data.to(device)
         if elsewhere and isinstance(module, nn.RNNBase):
@@ -98,18 +93,18 @@ def materialise(
     if places:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
             _Initialisation(root, init, hub).run(device, seed, arrived)
-    return [dict(held.own_tensors(module))[name] for module, name in places]
+    return [dict(own_tensors(module))[name] for module, name in places]
 
 
 def uninitialised(model: nn.Module, init: Init | None = None) -> str | None:
     """Returns the path of a tensor on the meta device that `materialise` cannot initialise; None if it initialises all."""
-    own_tensors = {tensor for module in model.modules() for _, tensor in held.own_tensors(module)}
+    registered = {tensor for module in model.modules() for _, tensor in own_tensors(module)}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules") or not isinstance(value, _HOLDERS):
                 continue
             if any(
-                isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf not in own_tensors
+                isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf not in registered
                 for leaf in tree_leaves(value)
             ):
                 return join(path, name)
@@ -117,7 +112,7 @@ def uninitialised(model: nn.Module, init: Init | None = None) -> str | None:
         plan = _Initialisation(model, init, None)
     for original, places in plan.originals.items():
         for holder, name in places:
-            held.replace_tensor(holder, name, original)
+            replace_tensor(holder, name, original)
     return next(iter(plan.unset), None)
 
 
@@ -144,7 +139,7 @@ class _Initialisation:
         """Keys that are set by a rule of the module that has them."""
         self._visited: set[nn.Module] = set()
         for path, module in root.named_modules():
-            for name, tensor in held.own_tensors(module):
+            for name, tensor in own_tensors(module):
                 if tensor.is_meta:
                     places = self.originals.setdefault(tensor, [])
                     self.keys[module, name] = key = self._add_key(module, name, tensor, again=bool(places))
@@ -181,7 +176,7 @@ class _Initialisation:
         tensors = (
             (join(path, name), tensor)
             for path, submodule in module.named_modules()
-            for name, tensor in held.own_tensors(submodule)
+            for name, tensor in own_tensors(submodule)
         )
         return {path: tensor for path, tensor in tensors if tensor in self.homes}
 
@@ -189,7 +184,7 @@ class _Initialisation:
     def _guard_initialised_tensors(self) -> Iterator[None]:
         """Makes `_init_weights` of Hugging Face models skip tensors that have values."""
         initialised = [
-            tensor for module in self.root.modules() for _, tensor in held.own_tensors(module) if not tensor.is_meta
+            tensor for module in self.root.modules() for _, tensor in own_tensors(module) if not tensor.is_meta
         ]
         transformers: Any = sys.modules.get("transformers.initialization")
         for tensor in initialised:
@@ -229,7 +224,7 @@ class _Initialisation:
         """Gives a replaced module the keys of the tensors that its replacement still has, and new keys for the others."""
         keys = self._inside(new)
         for path, module in old.named_modules():
-            for name, tensor in held.own_tensors(module):
+            for name, tensor in own_tensors(module):
                 if not tensor.is_meta:
                     continue
                 key = keys.get(join(path, name))
@@ -250,11 +245,11 @@ class _Initialisation:
             tensors = {
                 join(path, name): tensor
                 for path, submodule in fresh.named_modules()
-                for name, tensor in held.own_tensors(submodule)
+                for name, tensor in own_tensors(submodule)
             }
             for name in keys_to_copy:
                 holder, local_name = sharding.owner(module, name)
-                tensor = dict(held.own_tensors(holder))[local_name]
+                tensor = dict(own_tensors(holder))[local_name]
                 if name in tensors and tensors[name] is not tensor and tensors[name].shape == tensor.shape:
                     tensor.copy_(tensors[name])
 
@@ -270,7 +265,7 @@ class _Initialisation:
         self, module: nn.Module, path: str, hub: nn.Module | None, keys_inside: dict[str, torch.Tensor]
     ) -> None:
         """Adds the rule of a module: `init`, then the Hugging Face model's, then the module's own reset."""
-        own_keys = [keys_inside[name] for name, _ in held.own_tensors(module) if name in keys_inside]
+        own_keys = [keys_inside[name] for name, _ in own_tensors(module) if name in keys_inside]
         if own_keys and self._set_by_owner.issuperset(own_keys):
             return
         if self.init is not None:
@@ -390,7 +385,7 @@ class _Values:
         ready = [place for place in places if place in self._waiting and self.plan.keys[place] not in self.used]
         for module, name in ready:
             del self._waiting[module, name]
-            held.replace_tensor(module, name, self.final[original])
+            replace_tensor(module, name, self.final[original])
         if all(place not in self._waiting for place in places):
             del self.final[
                 original
@@ -466,7 +461,7 @@ def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     if name in vars(module):
         module.__dict__[name] = tensor
     else:
-        held.replace_tensor(module, name, tensor)
+        replace_tensor(module, name, tensor)
 
 
 def _check_set(missed: list[str]) -> None:

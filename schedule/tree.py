@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import torch
 from torch import nn
 
-from ..base._torch import children_of
+from ..base._torch import buffers_of, children_of, copy_kind_of_backward_hooks, parameters_of
 from ..base._transformers import initialises
 from ..base.errors import MissingModuleError, ScheduleError, unknown
 from .forward import layers_of
@@ -224,6 +224,25 @@ def places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str, str
             if child is module:
                 occurrences.append((parent, name, join(path, name)))
     return occurrences
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns the parameters and buffers of a module itself, by name."""
+    named_tensors = [*parameters_of(module).items(), *buffers_of(module).items()]
+    return [(name, tensor) for name, tensor in named_tensors if tensor is not None]
+
+
+def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Replaces a parameter or buffer."""
+    setattr(module, name, tensor)  # not in its dictionary alone: an LSTM also has its parameters in a list
+
+
+def give_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Adds the hooks of `old` to `new`, after those of `new`."""
+    for attribute in vars(nn.Module()):  # of torch alone: a user's attribute may have such a name too
+        if "_hooks" in attribute and (hooks := getattr(old, attribute)):
+            getattr(new, attribute).update(hooks)
+    copy_kind_of_backward_hooks(old, new)
 
 
 def called_with_path(function: Callable[..., Any], module: nn.Module, path: str) -> Any:

@@ -20,8 +20,7 @@ from redline.schedule import build, create_schedule
 from redline.schedule.parallel.ring import AttentionOptions, Queries, block_attention, block_gradients
 from redline.schedule.parallel.sharding import is_dtensor
 from redline.training import Training
-from redline.training.first_step import first_step
-from redline.training.probe import take
+from redline.training.probe import first_step, take
 from torch.nn import functional
 
 from . import Row, Setting, Skipped

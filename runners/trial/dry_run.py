@@ -8,8 +8,7 @@ from typing import Any
 from ...models import Workload
 from ...space import Config
 from ...training import Training
-from ...training.first_step import StepPart, first_step
-from ...training.probe import ProbePart, take
+from ...training.probe import ProbePart, StepPart, first_step, take
 from .compiling import Compilation
 from .rank import RankContext
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure

@@ -116,8 +116,7 @@ class EmulatedDryRun(DryRun):
     def _probe(self, training: Training, context: RankContext, compilation: Compilation) -> None:
         """Runs the computation of a real rank before its first step. A CPU's peak contains it, so an emulated rank runs it too;
         the result is meaningless without the peers' parts."""
-        from ...training.first_step import first_step
-        from ...training.probe import take
+        from ...training.probe import first_step, take
 
         context.phase("probe")
         compilation.expected()

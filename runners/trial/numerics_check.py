@@ -9,8 +9,7 @@ import torch
 
 from ...results.probe import Computed, Probe
 from ...schedule.comparison import SMALL, Comparison, Departure, Numbers, Tolerance, and_more, compare
-from ...training.first_step import StepPart
-from ...training.probe import ProbePart
+from ...training.probe import ProbePart, StepPart
 
 EXACT = 2.0**-24
 """Unit roundoff of the widest format whose gradients are compared by parameter: float32."""

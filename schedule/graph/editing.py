@@ -25,12 +25,10 @@ from ...base._torch import (
 )
 from ...base.errors import ScheduleError
 from ..forward import Layer, layers_of
-from ..held import give_hooks, own_tensors, replace_tensor
 from ..parallel import collectives
-from ..parallel.exchange import Exchange, InputSync, OutputSync, ParameterSync, syncs_of
-from ..parallel.partial import BiasOnce, WithoutBias, once
+from ..parallel.exchange import BiasOnce, Exchange, InputSync, OutputSync, ParameterSync, WithoutBias, once, syncs_of
 from ..parallel.sharding import holders, shards_of
-from ..tree import ScheduledModule, Tree, join, places
+from ..tree import ScheduledModule, Tree, give_hooks, join, own_tensors, places, replace_tensor
 from .called import used_modules
 from .pattern import Attribute
 from .subgraph import Subgraph, chosen, extract, merged

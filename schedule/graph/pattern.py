@@ -12,7 +12,7 @@ from torch import fx, nn
 from ...base._torch import OpOverload, children_of, parameters_of, schemas_of
 from ...base.errors import TraceError
 from ..forward import layers_of
-from ..parallel.partial import WithoutBias
+from ..parallel.exchange import WithoutBias
 
 COMMUTATIVE = {
     "add",

@@ -10,7 +10,7 @@ from torch import nn
 from ...base._torch import call_of, set_call, tree_leaves
 from ...base.errors import ScheduleError
 from ..forward import layers_of
-from ..held import own_tensors
+from ..tree import own_tensors
 from .collectives import Axis, PlannedMesh, axis_of
 from .sequences import CutSequence
 from .sharding import NOTHING, Checksum, checksum, shards_of, walk

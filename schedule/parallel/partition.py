@@ -32,8 +32,7 @@ from ...base._transformers import experts_by_shapes_alone
 from ...base.errors import ScheduleError
 from ...knobs.meaning import Placement
 from ..forward import Layer, layers_of, without_cache
-from ..held import own_tensors, replace_tensor
-from ..tree import Tree, is_within, join
+from ..tree import Tree, is_within, join, own_tensors, replace_tensor
 
 
 class StageEnd(BaseException):

@@ -11,7 +11,6 @@ from ...base._torch import parameters_of
 from ...base.errors import ScheduleError
 from ..forward import add_layer, layers_of
 from ..graph.called import check_called
-from ..held import replace_tensor
 from ..parallel.collectives import Axis, axis_of, joined, neighbours
 from ..parallel.experts import (
     DividedTokens,
@@ -24,7 +23,7 @@ from ..parallel.experts import (
 )
 from ..parallel.sharding import NOTHING, Shard, checksum, cut_tensor, shards_of
 from ..parallel.sharing import copies_with_parts
-from ..tree import ScheduledModule, primitive
+from ..tree import ScheduledModule, primitive, replace_tensor
 from .data_parallel import is_replicated
 from .tensor_parallel import sharing_around
 

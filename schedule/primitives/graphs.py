@@ -16,8 +16,7 @@ from ..graph.exported import trace_exported
 from ..graph.subgraph import Subgraph, find_subgraphs
 from ..graph.trace import COMPILERS, Traced
 from ..graph.tracing import trace_symbolically
-from ..parallel.exchange import syncs_of
-from ..parallel.partial import WithoutBias
+from ..parallel.exchange import WithoutBias, syncs_of
 from ..parallel.sharding import shards_of
 from ..tree import ScheduledModule, primitive
 

@@ -14,9 +14,8 @@ from ...base.errors import ScheduleError, unknown
 from ..forward import Layer, layers_of
 from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
-from ..held import own_tensors, transfer
 from ..materialise import Replaced
-from ..tree import ScheduledModule, called_with_path, places, primitive
+from ..tree import ScheduledModule, called_with_path, give_hooks, own_tensors, places, primitive, replace_tensor
 
 
 @primitive
@@ -119,7 +118,7 @@ def put(sch: ScheduledModule, old: nn.Module, new: nn.Module) -> None:
     occurrences = places(root, old)
     # Before anything moves: `new` may contain `old`.
     # A wrapper of `old` keeps its tensors where they are.
-    notes = [] if old in set(new.modules()) else transfer(old, new)
+    notes = [] if old in set(new.modules()) else _transfer(old, new)
     new.train(old.training)
     if old is root:
         sch.tree.module = new
@@ -127,6 +126,40 @@ def put(sch: ScheduledModule, old: nn.Module, new: nn.Module) -> None:
         children_of(parent)[name] = new
     if notes:
         warnings.warn(f"replace on '{sch.name}': not kept: {'; '.join(notes)}", stacklevel=4)
+
+
+def _transfer(old: nn.Module, new: nn.Module) -> list[str]:
+    """Moves to `new` the tensors of `old` with matching names and shapes, its hooks and its training mode.
+
+    The tensors are the same objects, so that ties to the rest of the model remain.
+
+    Returns:
+        A sentence for each tensor that only one of the modules has.
+    """
+    notes = []
+    fresh = dict(_tensors(new))
+    for path, tensor in _tensors(old):
+        if path not in fresh:
+            notes.append(f"{path} {tuple(tensor.shape)} is not in {type(new).__name__}")
+        elif fresh[path].shape != tensor.shape:
+            notes.append(f"{path} is {tuple(fresh.pop(path).shape)} now, not {tuple(tensor.shape)}")
+        elif isinstance(tensor, nn.Parameter) != isinstance(fresh[path], nn.Parameter):
+            notes.append(f"{path} is a {'parameter' if isinstance(fresh.pop(path), nn.Parameter) else 'buffer'} now")
+        else:
+            del fresh[path]
+            parent, _, name = path.rpartition(".")
+            replace_tensor(new.get_submodule(parent), name, tensor)  # the same object, so that it stays tied
+    notes.extend(f"{path} {tuple(tensor.shape)} has the value it came with" for path, tensor in fresh.items())
+    give_hooks(old, new)
+    new.train(old.training)
+    return notes
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
 
 
 # The parameter below hides the builtin.

@@ -13,16 +13,14 @@ from .. import collectives as differentiable
 from ..forward import Layer, add_layer, layers_of
 from ..graph.called import check_called, used_modules
 from ..graph.trace import Traced
-from ..held import replace_tensor
 from ..parallel import collectives
 from ..parallel.collectives import Axis, axis_of, through
-from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
-from ..parallel.partial import Follow, kind_of, side_of
+from ..parallel.exchange import Follow, InputSync, OutputSync, ParameterSync, Sync, kind_of, side_of, syncs_of
 from ..parallel.sharding import Shard, checksum, cut_tensor, holders, shards_of
 from ..parallel.sharing import Sharing
 from ..parallel.vocabulary import SplitLogits
 from ..random_state import ForkedRandom
-from ..tree import ScheduledModule, is_within, primitive, with_ancestors
+from ..tree import ScheduledModule, is_within, primitive, replace_tensor, with_ancestors
 from .fused_loss import FusedLogits
 from .modules import tensor_of
 

@@ -7,7 +7,7 @@ import pytest
 from probes import BF16, FP32, part, probe
 from redline.results.probe import Computed, Probe
 from redline.runners.trial.numerics_check import numerics_mismatch, together, why_incomparable
-from redline.training.first_step import StepPart
+from redline.training.probe import StepPart
 
 PROBE = probe()
 QUIET, STEP = PROBE.quiet, PROBE.step

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from redline.runners.trial.numerics_check import numerics_mismatch, together
 from redline.training import Training
-from redline.training.first_step import first_step
-from redline.training.probe import take
+from redline.training.probe import first_step, take
 from tiers import tiered
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -14,7 +14,7 @@ from redline.schedule import (
     full_state_dict,
     verify,
 )
-from redline.schedule.parallel.partial import PartialEmbedding
+from redline.schedule.parallel.exchange import PartialEmbedding
 from redline.schedule.parallel.sharding import whole
 from torch import nn
 

@@ -317,7 +317,7 @@ def pipeline_does_not_average_the_loss(training):
 
 
 def bias_is_added_on_every_rank(training):
-    from redline.schedule.parallel.partial import BiasOnce
+    from redline.schedule.parallel.exchange import BiasOnce
 
     return replaced(BiasOnce, "__call__", lambda self, module, inner, args, kwargs: inner(*args, **kwargs))
 

@@ -15,8 +15,7 @@ from redline.runners.trial.numerics_check import numerics_mismatch, together, wh
 from redline.schedule import build, create_schedule
 from redline.schedule.comparison import FLOOR, loss_allowance, unit_roundoff
 from redline.training import Training
-from redline.training.first_step import first_step
-from redline.training.probe import take
+from redline.training.probe import first_step, take
 from tiers import tiered
 from torch import nn
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from redline.models import Workload
 from redline.runners.trial.numerics_check import numerics_mismatch, together
 from redline.training import Training
-from redline.training.first_step import first_step
-from redline.training.probe import take
+from redline.training.probe import first_step, take
 from tiers import tiered
 from torch import nn
 from torch.nn import functional as F
