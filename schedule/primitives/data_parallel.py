@@ -1,7 +1,7 @@
 """Primitives of data parallelism (ZeRO), and of offloading to host memory."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -127,26 +127,50 @@ def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
     return axis
 
 
-@dataclass(kw_only=True, slots=True)
 class Cutting:
-    """Sharding of a model over replicas at ZeRO 2 and 3: unit by unit, then the other parameters."""
+    """Sharding of a model over replicas at ZeRO 2 and 3: unit by unit, then the other parameters. All ranks make it."""
 
-    units: list[nn.Module]
-    """Modules that are gathered one at a time (FSDP units), in order."""
-    kept_gathered: set[int]
-    """Ids of the modules that stay gathered from forward to backward."""
-    stage: int
-    """ZeRO stage of the model."""
-    stage_by_unit: dict[int, int]
-    """Stages of the units with one of their own, by the module's id."""
-    root: bool
-    """True if the root is sharded too, with the parameters outside all units."""
-    shard: Callable[..., Any]
-    """`fully_shard` with mesh and formats."""
-    experts: Callable[..., Any]
-    """`fully_shard` for experts that are spread over some of the replicas; it shards them over the replicas of each."""
-    done: set[int] = field(default_factory=set)
-    """Ids of the sharded modules."""
+    def __init__(self, sch: ScheduledModule, context: Any, settings: Mapping[str, Any]) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        pipeline, mesh, hsdp = context.pipeline, sch.mesh, settings["hsdp"]
+        param_dtype, reduce_dtype = settings["param_dtype"], settings["reduce_dtype"]
+        if param_dtype is not None and reduce_dtype is None:
+            reduce_dtype = torch.float32
+        self._policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        # Once for all units: pipeline stages have different numbers of units, and every rank must create the same process
+        # groups. Without a dp axis only the units of `share_samples` are sharded, which have a mesh of their own.
+        self._replicas = mesh["dp"] if "dp" in mesh.mesh_dim_names else mesh
+        if hsdp > 1:
+            self._replicas = divided(mesh, "dp", {"replicate": hsdp, "shard": mesh["dp"].size() // hsdp})
+        self.stage: int = settings["zero"]
+        """ZeRO stage of the model."""
+        self._stage_by_unit = {id(sch[path].module): stage for path, stage in settings["stages"].items()}
+        self._mesh, self._done = mesh, set[int]()
+        if pipeline is not None:
+            # A stage's forward ends early, so that hooks on the root do not run: each unit is sharded separately.
+            if pipeline.tied_within:
+                raise ScheduleError(f"shard_data: {no_tied_stages(pipeline.tied_within)}")
+            stage_modules = [block.module for block in pipeline.units if not pipeline.absent(block.path)]
+            self.blocks = [module for module in stage_modules if any(True for _ in module.parameters())]
+        else:
+            pattern = settings["blocks"]
+            self.blocks = [block.module for block in sch.select(pattern)] if pattern else outermost_blocks(sch.module)
+        self.units = [block for block in self.blocks if self._is_sharded(block)]
+        """Modules that are gathered one at a time (FSDP units), in order."""
+        several = _data_parallel(sch, "shard_data").size > 1
+        self.root = self.stage >= 2 and pipeline is None and (several or not settings["stages"])
+        """True if the root is sharded too, with the parameters outside all units."""
+        # The backward pass begins with the last block and the parameters outside all blocks: these stay gathered.
+        self._kept_gathered = [sch.module, *self.blocks[-1:]] if pipeline is None else []
+
+    def stage_of(self, module: nn.Module) -> int:
+        """Returns the ZeRO stage of a unit; below 3 its weights stay gathered for a step."""
+        return self._stage_by_unit.get(id(module), self.stage)
+
+    def _is_sharded(self, module: nn.Module) -> bool:
+        sharing = sharing_of(module)
+        return self.stage_of(module) >= 2 and (sharing is None or sharing.replicas.size > 1)
 
     def cut(self, module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
         """Shards a module, except for `ignored` parameters; a second call does nothing.
@@ -154,123 +178,59 @@ class Cutting:
         Each mixture of experts in it is sharded first, as a unit of its own: the gradients of experts are then reduced
         after both exchanges of rows in the backward pass and not between them.
         """
-        if id(module) not in self.done:
-            self.done.add(id(module))
-            reshard = self.stage_of(module) == 3 and id(module) not in self.kept_gathered
-            for experts in spread_experts(module):
-                if id(experts) not in self.done and not any(param in ignored for param in experts.parameters()):
-                    self.done.add(id(experts))
-                    self.experts(experts, reshard_after_forward=reshard)
-            self.shard(module, reshard_after_forward=reshard, ignored=ignored)
+        if id(module) in self._done:
+            return
+        self._done.add(id(module))
+        reshard = self.stage_of(module) == 3 and not any(kept is module for kept in self._kept_gathered)
+        for experts in spread_experts(module):
+            if id(experts) not in self._done and not any(param in ignored for param in experts.parameters()):
+                self._done.add(id(experts))
+                # The inputs of experts include the router's weights of rows, which keep their format.
+                policy = replace(self._policy, cast_forward_inputs=False)
+                cut_copies(experts, self._mesh, policy, reshard_after_forward=reshard)
+        self.shard(module, reshard, ignored)
 
-    def stage_of(self, module: nn.Module) -> int:
-        """Returns the ZeRO stage of a unit; below 3 its weights stay gathered for a step."""
-        return self.stage_by_unit.get(id(module), self.stage)
+    def shard(self, module: nn.Module, reshard: bool, ignored: Collection[nn.Parameter] = ()) -> None:
+        """Shards a module, except for units in it that are sharded already and for `ignored` parameters.
+
+        Args:
+            reshard: free its gathered weights after the forward.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        sharing, replicas = sharing_of(module), self._replicas
+        if sharing is not None:
+            replicas = DeviceMesh.from_group(sharing.replicas.group, replicas.device_type, mesh_dim_names=("dp",))
+        sharded = fully_shard(
+            module,
+            mesh=replicas,
+            mp_policy=self._policy,
+            reshard_after_forward=reshard,
+            ignored_params=set(ignored) or None,
+        )
+        if sharing is not None:
+            # `fully_shard` averages over all ranks, but gradients of ranks that share samples must be summed.
+            scale_gradients(sharded, sharing.sharers.size)
 
 
 def cutting_of(sch: ScheduledModule, context: Any) -> Cutting | None:
     """Returns the sharding of a model over its replicas at `build`; None without sharding."""
-    work = next((work for work in sch.tree.deferred if work.apply is _apply), None)
-    if work is None or not any(stage >= 2 for stage in _stages_of(work.arguments)):
+    settings = next((work.arguments for work in sch.tree.deferred if work.apply is _apply), None)
+    if settings is None or max([settings["zero"], *settings["stages"].values()]) < 2:
         return None
-    return _cutting(sch, context, work.arguments)
-
-
-def _stages_of(settings: Mapping[str, Any]) -> list[int]:
-    """Returns the ZeRO stages of a model's modules."""
-    return [settings["zero"], *settings["stages"].values()]
-
-
-def _cutting(sch: ScheduledModule, context: Any, settings: Mapping[str, Any]) -> Cutting:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    if context.cutting is not None:
-        return context.cutting
-    module, pipeline = sch.tree.module, context.pipeline
-    param_dtype, reduce_dtype = settings["param_dtype"], settings["reduce_dtype"]
-    if param_dtype is not None and reduce_dtype is None:
-        reduce_dtype = torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    dp = _data_parallel(sch, "shard_data")
-    stages = {id(sch[path].module): stage for path, stage in settings["stages"].items()}
-    stage = settings["zero"]
-
-    def is_sharded(unit: nn.Module) -> bool:
-        sharing = sharing_of(unit)
-        return stages.get(id(unit), stage) >= 2 and (sharing is None or sharing.replicas.size > 1)
-
-    if pipeline is not None:
-        # A stage's forward ends early, so that hooks on the root do not run: each unit is sharded separately.
-        if pipeline.tied_within:
-            raise ScheduleError(f"shard_data: {no_tied_stages(pipeline.tied_within)}")
-        stage_modules = [block.module for block in pipeline.units if not pipeline.absent(block.path)]
-        units = [unit for unit in stage_modules if any(True for _ in unit.parameters()) and is_sharded(unit)]
-        kept_gathered = set[int]()
-    else:
-        blocks = settings["blocks"]
-        blocks_in_order = [block.module for block in sch.select(blocks)] if blocks else outermost_blocks(module)
-        units = [unit for unit in blocks_in_order if is_sharded(unit)]
-        # The backward pass begins with the last block and the parameters outside all blocks.
-        kept_gathered = {id(submodule) for submodule in (module, *blocks_in_order[-1:])}
-    # The inputs of experts include the router's weights of rows, which keep their format.
-    experts = partial(cut_copies, mesh=sch.mesh, policy=replace(policy, cast_forward_inputs=False))
-    context.cutting = Cutting(
-        units=units,
-        kept_gathered=kept_gathered,
-        stage=stage,
-        stage_by_unit=stages,
-        root=stage >= 2 and pipeline is None and (dp.size > 1 or not stages),
-        shard=partial(_shard, replicas=_replicas(sch.mesh, settings["hsdp"]), policy=policy),
-        experts=experts,
-    )
+    if context.cutting is None:
+        context.cutting = Cutting(sch, context, settings)
     return context.cutting
-
-
-def _replicas(mesh: Any, hsdp: int) -> Any:
-    """Returns the mesh of replicas that a model is sharded over. All ranks call it.
-
-    It is called once for all units: pipeline stages have different numbers of units, and every rank must create the same
-    process groups in the same order.
-    """
-    if hsdp > 1:
-        return divided(mesh, "dp", {"replicate": hsdp, "shard": mesh["dp"].size() // hsdp})
-    # Without a dp axis there is nothing to shard but the units of `share_samples`, which have a mesh of their own.
-    return mesh["dp"] if "dp" in mesh.mesh_dim_names else mesh
-
-
-def _shard(
-    module: nn.Module,
-    reshard_after_forward: bool,
-    replicas: Any,
-    policy: Any,
-    ignored: Collection[nn.Parameter] = (),
-) -> None:
-    """Shards a module over its replicas, except for units in it that are sharded already and for `ignored` parameters."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    sharing = sharing_of(module)
-    if sharing is not None:
-        replicas = DeviceMesh.from_group(sharing.replicas.group, replicas.device_type, mesh_dim_names=("dp",))
-    sharded = fully_shard(
-        module,
-        mesh=replicas,
-        mp_policy=policy,
-        reshard_after_forward=reshard_after_forward,
-        ignored_params=set(ignored) or None,
-    )
-    if sharing is not None:
-        # `fully_shard` averages over all ranks, but gradients of ranks that share samples must be summed.
-        scale_gradients(sharded, sharing.sharers.size)
 
 
 def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **settings: Any) -> None:
     if balances(module):
         add_layer(module, BalancedTogether(_data_parallel(sch, "shard_data")))
-    if not any(stage >= 2 for stage in _stages_of(settings)):
+    cutting = cutting_of(sch, context)
+    if cutting is None:
         _replicate(sch, module, context, settings)
         return
-    cutting = _cutting(sch, context, settings)
     for unit in cutting.units:
         cutting.cut(unit)
     if context.pipeline is None:
@@ -303,9 +263,7 @@ def _cut_root(
     sharded = {param for unit in cutting.units for param in unit.parameters()}
     replicated = {param for param in module.parameters() if param not in sharded}
     if cutting.root:
-        blocks = settings["blocks"]
-        blocks_in_order = [block.module for block in sch.select(blocks)] if blocks else outermost_blocks(module)
-        replicated &= {param for block in blocks_in_order for param in block.parameters()}
+        replicated &= {param for block in cutting.blocks for param in block.parameters()}
     if replicated:
         if context.optimizer is not None:
             context.optimizer = partial(_in_groups, context.optimizer)
@@ -313,7 +271,7 @@ def _cut_root(
     if cutting.root:
         cutting.cut(module, replicated)
     else:
-        cutting.shard(module, reshard_after_forward=False, ignored=replicated)
+        cutting.shard(module, False, replicated)
     for block, following in pairwise(cutting.units):
         block.set_modules_to_forward_prefetch([following, *spread_experts(following)])
         following.set_modules_to_backward_prefetch([block, *spread_experts(block)])
