@@ -157,54 +157,39 @@ class _Arrivals:
 
     def __init__(self, sch: Schedule, context: Context, phases: Sequence[str]) -> None:
         self._sch, self._context, self._phases = sch, context, phases
-        self._formats: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._units: dict[tuple[nn.Module, str], list[_Unit]] = {}
         self._cutting = cutting_of(sch, context) if "data" in phases else None
         formats = final_formats(sch) if "cast" in phases else {}
-        for module in sch.tree.module.modules():
-            for name, param in parameters_of(module).items():
-                if param in formats:
-                    self._formats[module, name] = formats[param]
-        paths = {module: path for path, module in sch.tree.module.named_modules()}
-        for module in self._cutting.units if self._cutting is not None else ():
-            places = [
-                (submodule, name, tensor) for submodule in module.modules() for name, tensor in own_tensors(submodule)
-            ]
-            if any(isinstance(tensor, nn.Parameter) and not tensor.is_meta for _, _, tensor in places):
-                continue
-            unit = _Unit(
-                paths[module], module, {(submodule, name) for submodule, name, tensor in places if tensor.is_meta}
-            )
-            for place in unit.missing:
-                self._units.setdefault(place, []).append(unit)
+        self._formats = {
+            (module, name): formats[param]
+            for module in sch.tree.module.modules()
+            for name, param in parameters_of(module).items()
+            if param in formats
+        }
+        self._missing: dict[nn.Module, set[tuple[nn.Module, str]]] = {}
+        """Units without existing weights, and the modules and names of their tensors that have no values yet."""
+        for unit in self._cutting.units if self._cutting is not None else ():
+            places = [(module, name, tensor) for module in unit.modules() for name, tensor in own_tensors(module)]
+            missing = {(module, name) for module, name, tensor in places if tensor.is_meta}
+            if missing and all(tensor.is_meta for _, _, tensor in places if isinstance(tensor, nn.Parameter)):
+                self._missing[unit] = missing
 
+    @torch.enable_grad()
     def __call__(self, module: nn.Module, name: str) -> None:
         dtype = self._formats.get((module, name))
         param = parameters_of(module).get(name)
         if dtype is not None and param is not None and param.dtype != dtype:
             param.data = param.data.to(dtype)
-        for unit in self._units.get((module, name), ()):
-            unit.missing.discard((module, name))
-            if not unit.missing:
-                self._finish(unit)
-
-    @torch.enable_grad()
-    def _finish(self, unit: "_Unit") -> None:
-        for phase in self._phases:
-            if phase != "data":
-                _apply(self._sch, self._context, phase, unit.path)
-        assert self._cutting is not None, "units exist only with sharding"
-        self._cutting.cut(unit.module)
-
-
-@dataclass(slots=True)
-class _Unit:
-    """A module that ZeRO shards and gathers as a unit."""
-
-    path: str
-    module: nn.Module
-    missing: set[tuple[nn.Module, str]]
-    """Its modules, and the names of their tensors that have no values yet."""
+        for unit, missing in list(self._missing.items()):
+            missing.discard((module, name))
+            if missing:
+                continue
+            del self._missing[unit]
+            path = next(path for path, submodule in self._sch.tree.module.named_modules() if submodule is unit)
+            for phase in self._phases:
+                if phase != "data":
+                    _apply(self._sch, self._context, phase, path)
+            assert self._cutting is not None, "units exist only with sharding"
+            self._cutting.cut(unit)
 
 
 def _apply(sch: Schedule, context: Context, phase: str, path: str = "") -> None:
