@@ -156,9 +156,3 @@ def check_norm():
 def test_a_norm_that_is_given_a_piece_says_what_to_do(two):
     torch.manual_seed(0)
     two.run(check_norm)
-
-
-# Messages
-
-
-# Paths

@@ -166,9 +166,6 @@ def test_two_stages_in_the_engine_with_their_ties_train_as_one_process(pair, mak
     assert not set(first) & set(last) or name == "gpt2"
 
 
-# Exported configurations
-
-
 # Errors that need no DeepSpeed
 
 

@@ -102,9 +102,6 @@ def test_only_ignored_tokens_give_a_nan_mean_and_zero_gradient(seed):
         assert all(not each.any() for each in grads.values())
 
 
-# Planted faults
-
-
 # Memory
 
 

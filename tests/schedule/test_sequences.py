@@ -316,9 +316,6 @@ def test_blocks_outside_the_window_are_not_computed():
     assert [len(mask.blocks(source)) for source in range(4)] == [2, 1, 0, 0]
 
 
-# Faults planted in both ranks
-
-
 # Blocks whose ranks share sequences, in a model whose ranks do not
 
 

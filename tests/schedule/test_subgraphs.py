@@ -152,9 +152,6 @@ def test_a_module_in_the_place_of_one_call_takes_its_hooks_and_what_is_deferred(
     assert calls == ["Linear"] and layers_of(built.dense, Checkpointed)
 
 
-# Modules that leave the model
-
-
 # One module for several
 
 

@@ -342,10 +342,3 @@ def test_traced_models_are_copied_and_pickled(net, x):
         nn.init.zeros_(other.blocks[1].norm.weight)
         nn.init.zeros_(other.blocks[1].norm.bias)
         assert not other(x).any() and built(x).any()
-
-
-# copies
-
-
-def plain_add(y, x):
-    return y + x

@@ -22,10 +22,6 @@ def detached(old):
     return Detached(old.in_features, old.out_features)
 
 
-def exact_norm(old):
-    return nn.LayerNorm(old.normalized_shape, eps=old.eps)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 def test_a_right_schedule_passes(make_transformer, tokens, seed, name):
     sch = create_schedule(make_transformer(name, dropout=0.1))

@@ -32,9 +32,6 @@ def verdict(probe, expected):
     return numerics_mismatch(probe, expected, loss=1.0, last_loss=1.0)
 
 
-# Samples per micro-batch
-
-
 # No side effects
 
 
