@@ -298,7 +298,11 @@ def _replicate(
     params = [param for param in module.parameters() if replicated is None or param in replicated]
     shared = {param: sharing.replicas for param, sharing in shared_parameters(module).items()}
     axis_by_param = {**shared, **copies_of_experts(module)}
-    owned = _owned(sch, settings, params)
+    stages = dict.fromkeys(params, settings["zero"])
+    for path, stage in settings["stages"].items():
+        stages |= dict.fromkeys(sch[path].module.parameters(), stage)
+    # ZeRO 1: one replica updates each of them.
+    owned = [param for param in params if stages[param] >= 1]
     replicas = Replicas(params, axis, owned, late, settings["reduce_dtype"], axis_by_param)
     if pipeline is not None:
         replicas.by_itself = False
@@ -325,14 +329,6 @@ def _in_groups(make: Callable[..., Any], params: Iterable[nn.Parameter]) -> Any:
             group["params"] = unsharded
             optimizer.param_groups.append({**group, "params": sharded})
     return optimizer
-
-
-def _owned(sch: ScheduledModule, settings: Mapping[str, Any], params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns the parameters whose optimizer state is sharded (ZeRO 1): one replica updates each of them."""
-    stages = dict.fromkeys(params, settings["zero"])
-    for path, stage in settings["stages"].items():
-        stages |= dict.fromkeys(sch[path].module.parameters(), stage)
-    return [param for param in params if stages[param] >= 1]
 
 
 def no_tied_stages(tied: str) -> str:
