@@ -24,21 +24,28 @@ APART = 0.2
 """Relative difference of a printed speed and the observed one above which the printed one cannot count."""
 FORMATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16_pure": "bfloat16"}
 """Formats of matrix products by the values of the knob `precision`."""
+UNLIKE = 0.2
+"""Relative difference of the rows of steps above which their rates do not compare; rows of texts vary."""
+STATE_SAMPLES = "name the knob of the batch micro_batch, or state `samples` in --command-file"
+"""What to do if the samples of a step are not known."""
 SAME_MEMORY = 0.01
 """Relative difference below which two peaks of memory are the same."""
 _SIGNATURE = ("samples_per_step", "backwards", "ranks", "products", "trained", "optimizers", "compiled")
 """Observed facts that show the effect of a knob, besides speed and memory."""
 
 
-def observed_facts(training: ObservedTraining, speed: Speed, samples_per_step: float | None) -> dict[str, Any]:
+def observed_facts(
+    training: ObservedTraining, speed: Speed, samples_per_step: float | None, split: int = 1
+) -> dict[str, Any]:
     """Returns the observed facts of a training, for the measurement and the ledger.
 
     Args:
         training: the processes.
         speed: its speed.
         samples_per_step: over all ranks, also if they were not observed.
+        split: number of ranks that share each sample, by the knobs.
     """
-    replicas = training.replicas
+    replicas, rows = training.replicas, training.rows_per_pass
     passes = speed.backwards_per_step * replicas
     usual_step, usual_batch = training.usual("step_sizes"), training.usual("batch_sizes")
     return {
@@ -47,6 +54,7 @@ def observed_facts(training: ObservedTraining, speed: Speed, samples_per_step: f
         "usual_batch": usual_batch,
         "samples_seen": speed.samples_per_step is not None,
         "tokens_per_step": speed.tokens_per_step,
+        "rows_per_step": None if rows is None else rows * speed.backwards_per_step * max(1, training.world // split),
         "micro_batch": speed.samples_per_step / passes if speed.samples_per_step is not None and passes else None,
         "backwards": round(speed.backwards_per_step, 3),
         "steps": speed.steps,
@@ -85,6 +93,8 @@ class TrainingComparison:
     """Unit of the first run's throughput."""
     samples: float | None = None
     """Samples per step of the first run."""
+    observed: Mapping[str, Any] = field(default_factory=dict)
+    """Observed facts of the first run."""
     losses: Mapping[int, float] = field(default_factory=dict)
     """Losses of the first run, by step."""
     micro_ratio: float | None = None
@@ -103,8 +113,11 @@ class TrainingComparison:
         # Only a run that trained as requested can be the one that others are compared with.
         if not self.unit:
             self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
+            self.observed = measured.observed or {}
         if measured.unit != self.unit:
             return f"it reported {measured.unit}, but {self.unit} before: choose one with {option('metric')}"
+        if difference := self._uncounted(measured.observed or {}):
+            return difference
         # With another number of samples per step the same step has another loss.
         return _loss_deviation(losses, self.losses) if samples == self.samples else None
 
@@ -143,6 +156,25 @@ class TrainingComparison:
             )
         if requested.ranks is not None and ranks != requested.ranks:
             return f"it trained on {ranks} rank{'s'[: ranks > 1]}, but {option('devices')} asks for {requested.ranks}"
+        return None
+
+    def _uncounted(self, observed: Mapping[str, Any]) -> str | None:
+        """Returns how the rows of the steps contradict samples that no loader counted; None if they do not."""
+        rows, first_rows = observed.get("rows_per_step"), self.observed.get("rows_per_step")
+        if not rows or not first_rows or observed["samples_seen"]:
+            return None
+        samples, first_samples = observed["samples_per_step"], self.observed["samples_per_step"]
+        difference = abs(rows - first_rows) / first_rows
+        if samples is None and difference > UNLIKE:
+            return (
+                f"its steps have {rows:,.6g} rows, those of the first run {first_rows:,.6g}, so that steps/s do not compare "
+                f"them: {STATE_SAMPLES}"
+            )
+        if samples and first_samples and abs(samples - first_samples) > UNLIKE * first_samples and difference <= EXACT:
+            return (
+                f"its steps have {rows:,.6g} rows as in the first run, and not {samples:,.6g} samples instead of "
+                f"{first_samples:,.6g}: the command does not use the value"
+            )
         return None
 
     @staticmethod

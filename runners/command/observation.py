@@ -236,6 +236,13 @@ class ObservedTraining:
         return max(counts, key=lambda name: counts[name]) if counts else None
 
     @property
+    def rows_per_pass(self) -> float | None:
+        """Median rows of the product nearest to the loss, of the lead's first backward passes: its samples or tokens, also
+        of a training without loaders; None if autograd's graph did not show any, as of a compiled model."""
+        rows = [count for count in self.lead.facts.get("product_rows", ()) if count]
+        return statistics.median(rows) if rows else None
+
+    @property
     def replicas(self) -> float:
         """Number of ranks with different data: by their samplers, otherwise by comparing the values of batches."""
         sampler_replicas = max((rank.facts.get("replicas") or 0 for rank in self.ranks), default=0)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from ...results import Measurement, Status
 from ..trial import failure
 from ..trial.timing import Timing, median_interval
-from .comparison import observed_facts, printed_deviation
+from .comparison import STATE_SAMPLES, observed_facts, printed_deviation
 from .objective import BESIDE, RATES, STEP_TIMES
 from .observation import ObservedTraining, Speed
 from .run import Run, RunTerms
@@ -119,7 +119,7 @@ def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement
     if run.observation.fault:
         notes.append(f"its observer failed: {run.observation.fault}")
     if samples is None:
-        notes.append("the samples of a step are not known, as it has no DataLoader: state `samples` in --command-file")
+        notes.append(f"the samples of a step are not known, as it has no DataLoader: {STATE_SAMPLES}")
     return Measurement(
         status=Status.OK,
         reason="; ".join(filter(None, notes)),
@@ -136,7 +136,7 @@ def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement
         seconds_compile=speed.compile_s or None,
         seconds_warmup=speed.warmup_s,
         seconds_measure=speed.measure_s,
-        observed=observed_facts(training, speed, samples),
+        observed=observed_facts(training, speed, samples, run.terms.split),
     )
 
 

@@ -5,6 +5,8 @@ Every process of the command writes one file into the folder of the environment 
 group of optimizer steps without a backward pass in between: several optimizers, and the sub-groups of ZeRO, are one.
 """
 
+import collections
+import math
 import os
 import sys
 import time
@@ -37,7 +39,9 @@ FLUSH_S = 0.3
 SHORT_S = 0.005
 """Steps are joined into rows of at least this time, s, so that fast ones do not fill the disk."""
 MOST_NODES = 4000
-"""Nodes of the autograd graph that are looked at, once, for the formats of its matrix products."""
+"""Nodes of the autograd graph that are looked at for its matrix products."""
+ROWS = 16
+"""Backward passes of which the rows of their last product are noted."""
 FINGERPRINTS = 4
 """Batches of each loader whose values are compared between ranks."""
 SIZES = 16
@@ -119,6 +123,7 @@ class Record:
         self.evaluation = None  # begin of an evaluation, and the parts at that time
         self.optimizers, self.names = {}, []
         self.trained, self.autocast, self.products = {}, set(), {}
+        self.product_rows = []  # of some backward passes
         self.compilations = 0
         self.ended_by = None  # number of the exception that has been written
         self.memory = {}
@@ -145,7 +150,10 @@ class Record:
         if self.active is not None:
             self._trains(self.active)
         if self.backwards_ever == 2:
-            self.products = _products(tensors, self.torch.Tensor)
+            self.products = _formats(tensors, self.torch.Tensor)
+            self.dirty = True
+        if 2 <= self.backwards_ever < 2 + ROWS:
+            self.product_rows.append(_rows(tensors, self.torch.Tensor))
             self.dirty = True
         self._note_loss(tensors)
         self.last = _clock()
@@ -399,6 +407,7 @@ class Record:
             "trained": self.trained,
             "autocast": sorted(self.autocast),
             "products": self.products,
+            "product_rows": self.product_rows,
             "compiled": self.compilations,
             "backwards_seen": self.backwards_ever > 0,
             "fingerprints": self.fingerprints,
@@ -518,22 +527,37 @@ def _fingerprint(leaf):
 
 
 def _products(tensors, tensor_class):
-    """Counts the formats of matrix products by the gradients that autograd's nodes take. Nothing is unpacked."""
+    """Yields the metadata of the gradients that autograd's nodes of matrix products take, those nearest to the loss first.
+    Nothing is unpacked.
+    """
     roots = [tensors] if isinstance(tensors, tensor_class) else list(tensors)
-    nodes = [root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None]
+    nodes = collections.deque(root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None)
     seen = set()
-    products = {}
     while nodes and len(seen) < MOST_NODES:
-        node = nodes.pop()
+        node = nodes.popleft()
         if node in seen:
             continue
         seen.add(node)
         if any(fragment in node.name() for fragment in PRODUCTS):
             for metadata in getattr(node, "_input_metadata", ())[:1]:
-                name = str(metadata.dtype).replace("torch.", "")
-                products[name] = products.get(name, 0) + 1
-        nodes += [following for following, _ in node.next_functions if following is not None]
-    return products
+                yield node.name(), metadata
+        nodes.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _formats(tensors, tensor_class):
+    """Counts the formats of matrix products."""
+    counts = {}
+    for _, metadata in _products(tensors, tensor_class):
+        _count(counts, str(metadata.dtype).replace("torch.", ""))
+    return counts
+
+
+def _rows(tensors, tensor_class):
+    """Rows of the product nearest to the loss: samples or tokens; None if there is no product."""
+    for name, metadata in _products(tensors, tensor_class):
+        sizes = [int(size) for size in metadata.shape]
+        return sizes[0] if "Convolution" in name else math.prod(sizes[:-1])
+    return None
 
 
 def _replicas(iterator):

@@ -8,7 +8,8 @@ from redline.runners.command.observation import Speed
 from redline.space import Config
 
 OBSERVED = {
-    "samples_per_step": 64.0, "samples_seen": True, "tokens_per_step": None, "micro_batch": 16.0, "backwards": 4.0, "steps": 20,
+    "samples_per_step": 64.0, "samples_seen": True, "tokens_per_step": None, "rows_per_step": 64.0,
+    "micro_batch": 16.0, "backwards": 4.0, "steps": 20,
     "median_step_ms": 100.0, "stalled": 0.0, "shares": {"forward": 1.0}, "ranks": 1, "replicas": 1.0, "same_data": False,
     "products": "float32", "autocast": [], "trained": {"float32": 10}, "optimizers": ["AdamW"], "compiled": False, "retries": 0,
     "torch": "2.13",
@@ -84,6 +85,34 @@ def test_a_command_may_have_its_own_unit_of_the_micro_batch_but_the_same_in_ever
     assert comparison.deviation(measured(micro_batch=6.0), None, {}, RequestedTraining(micro_batch=16)) == (
         "it trains with 6 samples a pass, not 16: the trainer reduced its batch"
     )
+
+
+@pytest.mark.parametrize(
+    ("samples", "rows", "reason"),
+    [
+        ((None, None), (256.0, 256.0), None),
+        ((None, None), (256.0, 280.0), None),  # texts of other lengths
+        (
+            (None, None),
+            (256.0, 1024.0),
+            "its steps have 1,024 rows, those of the first run 256, so that steps/s do not",
+        ),
+        ((None, None), (None, 1024.0), None),  # a compiled model shows no products
+        ((8.0, 32.0), (256.0, 1024.0), None),
+        ((8.0, 32.0), (256.0, 512.0), None),  # shorter texts need less padding
+        ((8.0, 32.0), (256.0, 256.0), "its steps have 256 rows as in the first run, and not 32 samples instead of 8"),
+        ((8.0, 8.0), (256.0, 256.0), None),
+    ],
+)
+def test_samples_that_no_loader_counts_are_held_against_the_rows_of_a_step(samples, rows, reason):
+    comparison = TrainingComparison()
+    first, second = (
+        measured(samples_seen=False, samples_per_step=count, rows_per_step=height)
+        for count, height in zip(samples, rows)
+    )
+    assert comparison.deviation(first, None, {}) is None
+    deviation = comparison.deviation(second, None, {})
+    assert deviation is None if reason is None else deviation.startswith(reason)
 
 
 def speed(**changes):

@@ -174,3 +174,30 @@ def test_a_loss_that_is_not_finite_is_wrong(run):
     """
     (measured,) = run(text)
     assert measured.status is Status.WRONG and measured.reason == "its loss is nan"
+
+
+BATCHES_OF_ITS_OWN = """
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(4000):
+    time.sleep(0.001 * {size})
+    model(torch.randn({size}, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        ("int(sys.argv[1])", None),
+        ("4", "its steps have 4 rows as in the first run, and not 4 samples instead of 1"),
+    ],
+)
+def test_a_batch_that_no_loader_draws_is_seen_in_the_products(run, size, reason):
+    first, second = run(BATCHES_OF_ITS_OWN.format(size=size), (1, 4))
+    assert first.status is Status.OK and first.unit == "samples/s"
+    assert first.observed["rows_per_step"] == (1 if reason is None else 4)
+    if reason is None:
+        assert second.status is Status.OK and second.observed["rows_per_step"] == 4
+    else:
+        assert second.status is Status.WRONG and second.reason.startswith(reason)
