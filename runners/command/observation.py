@@ -238,7 +238,7 @@ class ObservedTraining:
     @property
     def rows_per_pass(self) -> float | None:
         """Median rows of the product nearest to the loss, of the lead's first backward passes: its samples or tokens, also
-        of a training without loaders; None if autograd's graph did not show any, as of a compiled model."""
+        of a training without loaders; None if autograd's graph did not show any, as where the loss is compiled too."""
         rows = [count for count in self.lead.facts.get("product_rows", ()) if count]
         return statistics.median(rows) if rows else None
 

@@ -150,7 +150,7 @@ class Record:
         if self.active is not None:
             self._trains(self.active)
         if self.backwards_ever == 2:
-            self.products = _formats(tensors, self.torch.Tensor)
+            self.products = _products(tensors, self.torch.Tensor)
             self.dirty = True
         if 2 <= self.backwards_ever < 2 + ROWS:
             self.product_rows.append(_rows(tensors, self.torch.Tensor))
@@ -526,10 +526,8 @@ def _fingerprint(leaf):
     return zlib.crc32(repr(flat[:: max(1, flat.numel() // 64)].tolist()).encode())
 
 
-def _products(tensors, tensor_class):
-    """Yields the metadata of the gradients that autograd's nodes of matrix products take, those nearest to the loss first.
-    Nothing is unpacked.
-    """
+def _nodes(tensors, tensor_class, fragments):
+    """Yields autograd's nodes with these parts of names, those nearest to the loss first. Nothing is unpacked."""
     roots = [tensors] if isinstance(tensors, tensor_class) else list(tensors)
     nodes = collections.deque(root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None)
     seen = set()
@@ -538,25 +536,28 @@ def _products(tensors, tensor_class):
         if node in seen:
             continue
         seen.add(node)
-        if any(fragment in node.name() for fragment in PRODUCTS):
-            for metadata in getattr(node, "_input_metadata", ())[:1]:
-                yield node.name(), metadata
+        if any(fragment in node.name() for fragment in fragments):
+            yield node
         nodes.extend(following for following, _ in node.next_functions if following is not None)
 
 
-def _formats(tensors, tensor_class):
-    """Counts the formats of matrix products."""
-    counts = {}
-    for _, metadata in _products(tensors, tensor_class):
-        _count(counts, str(metadata.dtype).replace("torch.", ""))
-    return counts
+def _products(tensors, tensor_class):
+    """Counts the formats of matrix products by the gradients that autograd's nodes take."""
+    products = {}
+    for node in _nodes(tensors, tensor_class, PRODUCTS):
+        for metadata in getattr(node, "_input_metadata", ())[:1]:
+            _count(products, str(metadata.dtype).replace("torch.", ""))
+    return products
 
 
 def _rows(tensors, tensor_class):
-    """Rows of the product nearest to the loss: samples or tokens; None if there is no product."""
-    for name, metadata in _products(tensors, tensor_class):
-        sizes = [int(size) for size in metadata.shape]
-        return sizes[0] if "Convolution" in name else math.prod(sizes[:-1])
+    """Rows of the product nearest to the loss, or of the results of a compiled model: samples or tokens; None if there is
+    neither."""
+    for node in _nodes(tensors, tensor_class, (*PRODUCTS, "CompiledFunction")):
+        shapes = [[int(size) for size in metadata.shape] for metadata in getattr(node, "_input_metadata", ())]
+        largest = max(shapes, key=math.prod, default=[])
+        if len(largest) > 1:
+            return largest[0] if "Convolution" in node.name() else math.prod(largest[:-1])
     return None
 
 

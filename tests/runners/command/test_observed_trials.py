@@ -178,6 +178,8 @@ def test_a_loss_that_is_not_finite_is_wrong(run):
 
 BATCHES_OF_ITS_OWN = """
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 5))
+if {compiled}:
+    model = torch.compile(model, backend="aot_eager")
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for step in range(4000):
     time.sleep(0.001 * {size})
@@ -187,14 +189,15 @@ for step in range(4000):
 
 
 @pytest.mark.parametrize(
-    ("size", "reason"),
+    ("size", "compiled", "reason"),
     [
-        ("int(sys.argv[1])", None),
-        ("4", "its steps have 4 rows as in the first run, and not 4 samples instead of 1"),
+        ("int(sys.argv[1])", False, None),
+        ("int(sys.argv[1])", True, None),
+        ("4", False, "its steps have 4 rows as in the first run, and not 4 samples instead of 1"),
     ],
 )
-def test_a_batch_that_no_loader_draws_is_seen_in_the_products(run, size, reason):
-    first, second = run(BATCHES_OF_ITS_OWN.format(size=size), (1, 4))
+def test_a_batch_that_no_loader_draws_is_seen_in_the_products(run, size, compiled, reason):
+    first, second = run(BATCHES_OF_ITS_OWN.format(size=size, compiled=compiled), (1, 4))
     assert first.status is Status.OK and first.unit == "samples/s"
     assert first.observed["rows_per_step"] == (1 if reason is None else 4)
     if reason is None:
