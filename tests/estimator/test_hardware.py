@@ -4,11 +4,14 @@ import math
 import re
 
 import pytest
+import redline as rl
 import yaml
 from redline.base.errors import UsageError
 from redline.estimator import Estimator, Hardware, find_hardware
 from redline.estimator.hardware import DEVICES
 from redline.estimator.kernels import products_of
+from redline.estimator.request import estimate_request
+from redline.tuner.setup import estimator_of
 
 FULL = {
     "memory_gib": 40,
@@ -76,6 +79,13 @@ def test_an_ambiguous_device_name_is_resolved_with_a_note(name, device, message)
     found = find_hardware(name)
     assert message in found.note
     assert found.replace(note="") == DEVICES[device]
+
+
+def test_the_estimate_and_the_search_pass_on_what_is_uncertain_about_the_hardware():
+    workload, messages = rl.workload("gpt2-tiny"), []
+    assert any("'a100' is taken for a100-80gb" in note for note in estimate_request(workload, "a100").notes)
+    estimator_of(workload, rl.Space(), messages.append, devices=1, hardware="a100", memory_limit_mib=None)
+    assert len(messages) == 1 and "'a100' is taken for a100-80gb" in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,12 @@ def test_a_rank_holds_as_many_micro_batches_as_in_torchs_own_order(kind, chunks,
     assert most == [in_flight(rank, pp, cols(kind, pp, chunks))[0] for rank in range(pp)]
 
 
+@pytest.mark.parametrize(("kind", "chunks"), WAYS)
+def test_a_rank_holds_no_more_micro_batches_than_a_step_has_and_one_without_stages(kind, chunks):
+    assert in_flight(0, 4, cols(kind, 4, chunks, micro_batches=1))[0] == 1
+    assert in_flight(0, 1, cols(kind, 1, chunks))[0] == 1
+
+
 @pytest.mark.parametrize("pp", [2, 3, 8])
 @pytest.mark.parametrize(("kind", "chunks"), WAYS)
 def test_messages_are_as_many_as_boundaries_of_the_busiest_rank(kind, chunks, pp):
