@@ -93,8 +93,8 @@ class TrainingComparison:
     """Unit of the first run's throughput."""
     samples: float | None = None
     """Samples per step of the first run."""
-    observed: Mapping[str, Any] = field(default_factory=dict)
-    """Observed facts of the first run."""
+    first: Measurement | None = None
+    """Measurement of the first run."""
     losses: Mapping[int, float] = field(default_factory=dict)
     """Losses of the first run, by step."""
     micro_ratio: float | None = None
@@ -113,10 +113,10 @@ class TrainingComparison:
         # Only a run that trained as requested can be the one that others are compared with.
         if not self.unit:
             self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
-            self.observed = measured.observed or {}
+            self.first = measured
         if measured.unit != self.unit:
             return f"it reported {measured.unit}, but {self.unit} before: choose one with {option('metric')}"
-        if difference := self._uncounted(measured.observed or {}):
+        if difference := self._uncounted(measured):
             return difference
         # With another number of samples per step the same step has another loss.
         return _loss_deviation(losses, self.losses) if samples == self.samples else None
@@ -158,19 +158,24 @@ class TrainingComparison:
             return f"it trained on {ranks} rank{'s'[: ranks > 1]}, but {option('devices')} asks for {requested.ranks}"
         return None
 
-    def _uncounted(self, observed: Mapping[str, Any]) -> str | None:
+    def _uncounted(self, measured: Measurement) -> str | None:
         """Returns how the rows of the steps contradict samples that no loader counted; None if they do not."""
-        rows, first_rows = observed.get("rows_per_step"), self.observed.get("rows_per_step")
-        if not rows or not first_rows or observed["samples_seen"]:
+        if self.first is None or self.first.observed is None or measured.observed is None:
             return None
-        samples, first_samples = observed["samples_per_step"], self.observed["samples_per_step"]
+        first_facts, facts = self.first.observed, measured.observed
+        rows, first_rows = facts["rows_per_step"], first_facts["rows_per_step"]
+        if not rows or not first_rows or facts["samples_seen"]:
+            return None
+        samples, first_samples = facts["samples_per_step"], first_facts["samples_per_step"]
         difference = abs(rows - first_rows) / first_rows
         if samples is None and difference > UNLIKE:
             return (
                 f"its steps have {rows:,.6g} rows, those of the first run {first_rows:,.6g}, so that steps/s do not compare "
                 f"them: {STATE_SAMPLES}"
             )
-        if samples and first_samples and abs(samples - first_samples) > UNLIKE * first_samples and difference <= EXACT:
+        apart = samples and first_samples and abs(samples - first_samples) > UNLIKE * first_samples
+        # The rows alone may be those of a loss in parts of a fixed size.
+        if apart and difference <= EXACT and _same_memory(self.first, measured):
             return (
                 f"its steps have {rows:,.6g} rows as in the first run, and not {samples:,.6g} samples instead of "
                 f"{first_samples:,.6g}: the command does not use the value"
@@ -268,8 +273,12 @@ def _alike(trial: Trial, peer: Trial) -> bool:
     first_facts, second_facts = _observed(trial), _observed(peer)
     if any(first_facts[name] != second_facts[name] for name in _SIGNATURE):
         return False
-    peaks = trial.measured.peak_memory_mib, peer.measured.peak_memory_mib
-    if None in peaks or abs(peaks[0] - peaks[1]) > SAME_MEMORY * max(peaks):  # type: ignore[operator, type-var]
+    if not _same_memory(trial.measured, peer.measured):
         return False
     spread = max(trial.measured.spread or 0.0, EXACT) + max(peer.measured.spread or 0.0, EXACT)
     return abs(trial.throughput - peer.throughput) <= spread * max(trial.throughput, peer.throughput)
+
+
+def _same_memory(measured: Measurement, other: Measurement) -> bool:
+    peaks = [peak for peak in (measured.peak_memory_mib, other.peak_memory_mib) if peak is not None]
+    return len(peaks) == 2 and abs(peaks[0] - peaks[1]) <= SAME_MEMORY * max(peaks)

@@ -183,6 +183,7 @@ if {compiled}:
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for step in range(4000):
     time.sleep(0.001 * {size})
+    optimizer.zero_grad()
     model(torch.randn({size}, 3, 8, 8)).square().mean().backward()
     optimizer.step()
 """
