@@ -122,6 +122,11 @@ class Hardware:
         return next(self.tflops[dtype] for dtype in order if dtype in self.tflops) * 1e12
 
     @property
+    def chip(self) -> str:
+        """Chip of the device, or of the one that its file names as `base`, by which kernels are known."""
+        return device_name(self.sources.get("base", self.name)).chip
+
+    @property
     def operators(self) -> str:
         """Device whose operators run: `CPU`, `CUDA` or `CUDA_7`; a GPU without bf16 is older than compute capability 8.0."""
         if self.kind == "cpu":
@@ -191,7 +196,7 @@ class Hardware:
                 raise UsageError(f"{where}: base: {error}") from None
             values = {
                 **{field: getattr(start, field) for field in field_names},
-                "sources": {"base": start.name},
+                "sources": {"base": start.sources.get("base", start.name)},
                 "name": name,
                 **values,
             }

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .hardware import Hardware, device_name
+from .hardware import Hardware
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # of CUTLASS's kernels, rows and columns
 WHOLE_TILE = 32768.0
@@ -136,8 +136,7 @@ def _products(chip: str, achievable: float, watts: float | None, tflops: float) 
 
 def products_of(hardware: Hardware) -> Products:
     """Product parameters of a device: those of its chip, or of its generation, scaled by `achievable`."""
-    chip = device_name(hardware.name).chip
-    return _products(chip, hardware.achievable, hardware.watts, hardware.rate("bf16") / 1e12)
+    return _products(hardware.chip, hardware.achievable, hardware.watts, hardware.rate("bf16") / 1e12)
 
 
 def kinship(hardware: Hardware) -> str:
@@ -193,8 +192,8 @@ def kernel_of(implementation: str) -> str:
 
 def attention_share(hardware: Hardware, kernel: str, keys: "float | np.ndarray", head_dim: int) -> Any:
     """Share of the peak rate that a fused attention kernel reaches, for `keys` keys in a call."""
-    chip = device_name(hardware.name).chip
-    generation = next((generation for start, generation in _GENERATIONS.items() if chip.startswith(start)), "a100")
+    matches = (generation for start, generation in _GENERATIONS.items() if hardware.chip.startswith(start))
+    generation = next(matches, "a100")
     shares = ATTENTION_SHARES[kernel]
     share = shares.get(generation, shares["h100"])
     return share * keys / (keys + HALF_LENGTH) * min(1.0, (head_dim / 128.0) ** 0.35)

@@ -17,7 +17,7 @@ from ..knobs.strategy import STANDARD
 from ..models.architecture import PLAIN_DECODERS
 from .constants import Constants
 from .facts.model_facts import Shape
-from .hardware import Hardware, device_name
+from .hardware import Hardware
 from .setup import TrainingSetup
 
 
@@ -186,7 +186,7 @@ def under_facts(setup: TrainingSetup, hardware: Hardware, constants: Constants) 
 def has_early_kernels(setup: TrainingSetup, hardware: Hardware) -> bool:
     """True on Blackwell, unless libraries are known to be later: formats with block scales, B300 and
     GB300 came with later ones."""
-    chip = device_name(hardware.name).chip
+    chip = hardware.chip
     if not chip.startswith(("b2", "b3", "gb")):
         return False
     if setup.early_kernels is None:

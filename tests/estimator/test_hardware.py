@@ -7,10 +7,11 @@ import pytest
 import redline as rl
 import yaml
 from redline.base.errors import UsageError
-from redline.estimator import Estimator, Hardware, find_hardware
+from redline.estimator import Estimator, Hardware, Shape, find_hardware
 from redline.estimator.hardware import DEVICES
 from redline.estimator.kernels import products_of
 from redline.estimator.request import estimate_request
+from redline.estimator.trainers import find_trainer
 from redline.tuner.setup import estimator_of
 
 FULL = {
@@ -140,6 +141,19 @@ def test_a_name_without_a_chip_is_no_hardware(name):
 def test_a_precision_that_a_device_lacks_runs_at_the_next_one():
     assert find_hardware("t4").rate("bf16") == find_hardware("t4").rate("fp32")
     assert find_hardware("a100-80gb").rate("fp8") == find_hardware("a100-80gb").rate("bf16")
+
+
+def test_a_file_with_a_base_has_its_kernels_whatever_the_file_is_called(tmp_path):
+    base = find_hardware("h100-80gb")
+    ours = find_hardware(written(tmp_path, {"base": "h100-80gb"}, "ours.yaml"))
+    newer = find_hardware(written(tmp_path, {"base": str(tmp_path / "ours.yaml")}, "newer.yaml"))
+    shape = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256)
+    setup = find_trainer("torchtitan").training(seq_len=8192, devices=8, attention="sdpa")
+    config = {"dp": 8, "micro_batch": 1, "grad_accum": 4}
+    steps = [
+        Estimator(shape, machine, setup, framework="torchtitan")(config).step_ms for machine in (base, ours, newer)
+    ]
+    assert steps[1:] == [steps[0], steps[0]]
 
 
 def test_a_base_fills_in_what_a_file_leaves_out(tmp_path):
