@@ -219,11 +219,14 @@ class TerminalListener(ProgressListener):
 def headline(plan: SearchPlan) -> list[str]:
     """Returns the target, the devices, the number of configurations, the sampler and the folder."""
     valid = (
-        f"{plan.valid:,} valid configurations"
+        f"{plan.valid:,} valid configuration{'s'[: plan.valid != 1]}"
         if plan.valid is not None
         else "more valid configurations than can be counted"
     )
-    trials = f", {plan.trials} trials" if plan.trials else ""
+    trials = ""
+    if plan.trials:
+        most = plan.trials if plan.valid is None else min(plan.trials, plan.valid)
+        trials = f", {most} trial{'s'[: most != 1]}"
     resumed = f", resumed after {plan.done} trials" if plan.done else ""
     lines = [
         f"{plan.name}{f' ({plan.model_class})' if plan.model_class else ''} on {plan.where}: {valid}{trials}",
