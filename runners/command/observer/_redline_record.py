@@ -554,7 +554,11 @@ def _rows(tensors, tensor_class):
     """Rows of the product nearest to the loss, or of the results of a compiled model: samples or tokens; None if there is
     neither."""
     for node in _nodes(tensors, tensor_class, (*PRODUCTS, "CompiledFunction")):
-        shapes = [[int(size) for size in metadata.shape] for metadata in getattr(node, "_input_metadata", ())]
+        shapes = [
+            [int(size) for size in metadata.shape]
+            for metadata in getattr(node, "_input_metadata", ())
+            if not getattr(metadata, "is_nested_tensor", False)  # whose rows have no number
+        ]
         largest = max(shapes, key=math.prod, default=[])
         if len(largest) > 1:
             return largest[0] if "Convolution" in node.name() else math.prod(largest[:-1])

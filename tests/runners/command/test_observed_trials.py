@@ -205,3 +205,20 @@ def test_a_batch_that_no_loader_draws_is_seen_in_the_products(run, size, compile
         assert second.status is Status.OK and second.observed["rows_per_step"] == 4
     else:
         assert second.status is Status.WRONG and second.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("layout", ["jagged", "strided"])
+def test_nested_tensors_do_not_end_the_observation(run, layout):
+    text = f"""
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(4000):
+        time.sleep(0.01)
+        rows = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.{layout})
+        optimizer.zero_grad()
+        model(rows).to_padded_tensor(0.0).square().mean().backward()
+        optimizer.step()
+    """
+    (measured,) = run(text, samples="2")
+    assert measured.status is Status.OK and "observer failed" not in measured.reason
+    assert measured.observed["rows_per_step"] is None and 100 < measured.throughput <= 201
