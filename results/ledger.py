@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.storages import BaseStorage
 
+MOST_RECORDS = 400_000
+"""Largest number of records of a journal that is read without being continued: a short one takes about a kilobyte of memory."""
+
 
 def distribution(values: Sequence[Any]) -> "BaseDistribution":
     """Returns an Optuna distribution that contains all `values`: of integers, of floats (both logarithmic if the ratio of
@@ -194,8 +197,10 @@ class Ledger:
             lossy: as for `open`.
 
         Raises:
-            StudyError: it is damaged, or the study does not exist.
+            StudyError: it is damaged, has more than `MOST_RECORDS` records, or the study does not exist.
         """
+        if data.count(b"\n") > MOST_RECORDS:
+            raise StudyError(f"{origin} has more than {MOST_RECORDS:,} records")
         storage = read_journal(data, origin)
         return cls(storage, _study_id(name, storage, origin), origin=origin, make_config=make_config, lossy=lossy)
 

@@ -24,8 +24,6 @@ LOCK_S = 3
 """Time after which the lock of a killed process beside the journal is removed, s; the least that Optuna accepts."""
 LARGEST_LEDGER = 32 << 20
 """Largest journal that is read, bytes."""
-MOST_RECORDS = 400_000
-"""Largest number of its records: a short one takes about a kilobyte of memory."""
 
 
 def is_path(source: Any) -> bool:
@@ -111,9 +109,7 @@ def open_storage(source: Any, *, writable: bool) -> "BaseStorage":
     if path.is_symlink():
         raise StudyError(f"'{path}' is a symbolic link, and links in a run's folder are not followed; remove it")
     if path.exists():
-        read_journal(
-            _whole_records(path), words(source)
-        )  # raises an error that names a damaged line; Optuna's does not
+        read_journal(_whole_records(path), words(source))  # its error names a damaged line; Optuna's does not
     return optuna.storages.JournalStorage(_journal(path))
 
 
@@ -126,13 +122,11 @@ def read_journal(data: bytes, origin: str) -> "BaseStorage":
         origin: its name, for messages.
 
     Raises:
-        StudyError: a line is not a record of a study, or there are more than `MOST_RECORDS`.
+        StudyError: a line is not a record of a study.
     """
     from optuna.storages.journal import BaseJournalBackend, JournalStorage
 
     lines = data[: data.rfind(b"\n") + 1].splitlines()
-    if len(lines) > MOST_RECORDS:
-        raise StudyError(f"{origin} has more than {MOST_RECORDS:,} records")
     read = 0
 
     class Contents(BaseJournalBackend):

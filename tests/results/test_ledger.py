@@ -237,6 +237,17 @@ def test_a_ledger_can_be_read_while_it_is_written(tmp_path, open_ledger, point, 
         seen.start(point(1), sampler="tpe")
 
 
+def test_a_ledger_of_ones_own_is_continued_whatever_its_length(tmp_path, open_ledger, point, ok, monkeypatch):
+    ledger = open_ledger(tmp_path / "study.log")
+    for number in range(3):
+        ledger.start(point(number), sampler="bayes")
+        ledger.finish(number, ok(1.0 + number))
+    monkeypatch.setattr("redline.results.ledger.MOST_RECORDS", 5)
+    with pytest.raises(StudyError, match="has more than 5 records"):
+        Ledger.load(tmp_path / "study.log")
+    assert len(open_ledger(tmp_path / "study.log").trials()) == 3
+
+
 def test_reading_what_is_not_there_says_so(tmp_path, open_ledger):
     with pytest.raises(StudyError, match="no ledger at"):
         Ledger.load(tmp_path / "study.log")
