@@ -202,8 +202,8 @@ class Caller:
         except ConnectionError:  # the peer has ended, which the reader detects after the last messages
             return
         except OSError as error:  # a part of a message may have been sent
+            self._lose(error)  # first, or the reader would report the end of the connection as the cause
             self._channel.hang_up()
-            self._lose(error)
 
     def wait(self, over: Callable[[], bool], within_s: float | None = None) -> bool:
         """Waits until `over()` is true or the peer is lost. Returns False if that takes longer."""

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from multiprocessing import Pipe
@@ -153,3 +155,18 @@ def test_a_peer_that_is_silent_is_lost():
         call.result(30)
     assert time.monotonic() - begin < 10
     caller.close()
+
+
+def test_a_peer_that_does_not_read_is_lost_by_the_failed_send():
+    ours, theirs = Pipe()
+    with theirs, socket.socket(fileno=os.dup(ours.fileno())) as sender:
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
+
+        def cause(error):
+            time.sleep(0.2)  # the thread that reads must not report another cause meanwhile
+            return f"lost by {type(error).__name__}"
+
+        caller = Caller(ours, cause)
+        with pytest.raises(RunnerError, match="lost by BlockingIOError"):
+            caller.call("keep", bytes(1 << 22))
+        caller.close()
