@@ -11,7 +11,7 @@ from ..base.scratch import Scratch
 from ..base.writing import cannot_write
 from ..knobs.strategy import BLOCK_KNOBS
 from ..results import RunFolder, Trial, summary
-from ..runners.command.comparison import without_effect
+from ..runners.command.comparison import of_other_samples, without_effect
 from ..runners.command.work import Commands
 from ..space import Config
 from .budget import Stopwatch
@@ -156,7 +156,7 @@ def _conclude(
     done = folder.trials()
     if (tight := tight_winner(done, HEADROOM)) and not interrupted:
         messages.warn(tight)
-    for sentence in without_effect(done):
+    for sentence in filter(None, [*without_effect(done), of_other_samples(done)]):
         messages.warn(sentence)
     if task.command is not None and (winner := summary.best(done)) is not None:
         hosts = max(1, task.devices // (folder.document["asked"]["devices"].get("per_host") or task.devices))

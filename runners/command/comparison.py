@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
 
-from ...base.option import option
+from ...base.option import either, option
 from ...knobs.text import value_text
 from ...results import Measurement, Trial
 from .observation import ObservedTraining, Speed
@@ -55,6 +55,7 @@ def observed_facts(
         "samples_seen": speed.samples_per_step is not None,
         "tokens_per_step": speed.tokens_per_step,
         "rows_per_step": None if rows is None else rows * speed.backwards_per_step * max(1, training.world // split),
+        "elements_per_sample": training.elements_per_sample,
         "micro_batch": speed.samples_per_step / passes if speed.samples_per_step is not None and passes else None,
         "backwards": round(speed.backwards_per_step, 3),
         "steps": speed.steps,
@@ -252,6 +253,33 @@ def without_effect(trials: Sequence[Trial]) -> list[str]:
             values = ", ".join(sorted({value_text(_value(trial, name)) for pair in pairs for trial in pair}))
             sentences.append(f"{name} had no effect: nothing observed differs between {values}")
     return sentences
+
+
+def of_other_samples(trials: Sequence[Trial]) -> str | None:
+    """Returns a sentence if a knob decides on the size of the samples, such as a length or a resolution: the fastest trial
+    in samples/s is then one of the smallest samples. None if none does.
+
+    All trials with one value of such a knob have samples of one size, and those with another value of another.
+    """
+    known = [
+        trial
+        for trial in trials
+        if trial.ok
+        and trial.measured.unit in ("samples/s", "steps/s")
+        and (trial.measured.observed or {}).get("elements_per_sample")
+    ]
+    sizes = {_observed(trial)["elements_per_sample"] for trial in known}
+    if not known or min(sizes) >= (1 - UNLIKE) * max(sizes):
+        return None
+    deciding = []
+    for name in sorted({name for trial in known for name in trial.config}):
+        by_value = {(_value(trial, name), _observed(trial)["elements_per_sample"]) for trial in known}
+        if len(by_value) == len({value for value, _ in by_value}) > 1:
+            deciding.append(name)
+    return (
+        f"samples have from {min(sizes):,} to {max(sizes):,} elements{f' by {either(deciding)}' if deciding else ''}, so that "
+        "samples/s compare different trainings: unless what differs is padding, search with one size of them at a time"
+    )
 
 
 def _observed(trial: Trial) -> Mapping[str, Any]:

@@ -243,6 +243,13 @@ class ObservedTraining:
         return statistics.median(rows) if rows else None
 
     @property
+    def elements_per_sample(self) -> int | None:
+        """Elements of a sample's first tensor in the lead's first batches: tokens, or pixels times channels; None if no loader
+        was seen, or they vary, as texts that are padded to the longest of a batch."""
+        elements = set(self.lead.facts.get("elements", ()))
+        return elements.pop() if len(elements) == 1 else None
+
+    @property
     def replicas(self) -> float:
         """Number of ranks with different data: by their samplers, otherwise by comparing the values of batches."""
         sampler_replicas = max((rank.facts.get("replicas") or 0 for rank in self.ranks), default=0)

@@ -70,6 +70,7 @@ class _Loader:
     __slots__ = (
         "batches",
         "buffered",
+        "elements",
         "fingerprints",
         "indices",
         "replicas",
@@ -87,6 +88,7 @@ class _Loader:
         self.sizes = []  # samples of each of these batches
         self.trains = False  # a backward pass followed its latest batch since the last step
         self.fingerprints = []
+        self.elements = []  # of a sample's first tensor, in the same batches
         self.buffered = getattr(iterator, "_num_workers", 0) * (getattr(iterator, "_prefetch_factor", 0) or 0)
         self.replicas = _replicas(iterator)
 
@@ -117,7 +119,12 @@ class Record:
         self.loaders = weakref.WeakKeyDictionary()
         self.active = None  # the loader of the latest batch
         self.sources = set()  # data sets of which a backward pass has followed
-        self.fingerprints, self.replicas, self.buffered = [], None, 0  # of the loaders that led to one
+        self.fingerprints, self.elements, self.replicas, self.buffered = (
+            [],
+            [],
+            None,
+            0,
+        )  # of the loaders that led to one
         self.waiting = 0  # depth of calls of loaders
         self.batch_sizes, self.step_sizes = {}, {}  # how many batches and steps had so many samples
         self.evaluation = None  # begin of an evaluation, and the parts at that time
@@ -164,6 +171,7 @@ class Record:
         self.sources.add(loader.source)
         new = loader.fingerprints[len(self.fingerprints) :]
         if new or loader.replicas != self.replicas:
+            self.elements += loader.elements[len(self.fingerprints) :]
             self.fingerprints += new
             self.replicas = loader.replicas or self.replicas
             self.buffered = max(loader.buffered, self.buffered)
@@ -289,6 +297,7 @@ class Record:
         loader.tokens += tokens or 0
         if len(loader.fingerprints) < FINGERPRINTS:
             loader.fingerprints.append(_fingerprint(leaf))
+            loader.elements.append(leaf.numel() // max(1, leaf.shape[0]) if leaf is not None else None)
 
     def index_taken(self, iterator, index):
         # Samples of a data set that is only iterated are not numbered: the batch itself shows how many there are.
@@ -411,6 +420,7 @@ class Record:
             "compiled": self.compilations,
             "backwards_seen": self.backwards_ever > 0,
             "fingerprints": self.fingerprints,
+            "elements": self.elements,
             "replicas": self.replicas,
             "buffered": self.buffered,
             "memory": self.memory,

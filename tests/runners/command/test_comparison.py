@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 from redline.results import Measurement, Status
 from redline.results.measurement import Trial
-from redline.runners.command.comparison import RequestedTraining, TrainingComparison, printed_deviation, without_effect
+from redline.runners.command.comparison import (
+    RequestedTraining,
+    TrainingComparison,
+    of_other_samples,
+    printed_deviation,
+    without_effect,
+)
 from redline.runners.command.observation import Speed
 from redline.space import Config
 
@@ -177,3 +183,23 @@ def test_a_knob_that_changes_nothing_between_trials_that_differ_in_it_alone_is_n
 )
 def test_a_knob_that_changes_anything_is_not_named(other):
     assert without_effect(trials(({"fast": False}, measured()), ({"fast": True}, other))) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([(512, 8, 512), (1024, 8, 1024), (512, 4, 512)], "samples have from 512 to 1,024 elements by length, so that"),
+        ([(512, 8, 512), (1024, 4, 1024)], "samples have from 512 to 1,024 elements by batch or length, so that"),
+        ([(512, 8, 512), (512, 4, 500)], None),
+        ([(512, 8, 512), (512, 4, None)], None),  # padded to the longest of a batch
+        ([(512, 8, 512), (512, 4, 1024)], "samples have from 512 to 1,024 elements by batch, so that"),
+        ([(512, 8, 512), (512, 8, 1024)], "samples have from 512 to 1,024 elements, so that"),
+    ],
+)
+def test_samples_of_other_sizes_are_named_with_the_knob_that_decides_on_them(rows, says):
+    measurements = [measured(elements_per_sample=elements) for _, _, elements in rows]
+    configs = [{"length": length, "batch": batch} for length, batch, _ in rows]
+    sentence = of_other_samples(trials(*zip(configs, measurements, strict=True)))
+    assert sentence is None if says is None else sentence.startswith(says)
+    tokens = [replace(measurement, unit="tokens/s") for measurement in measurements]
+    assert of_other_samples(trials(*zip(configs, tokens, strict=True))) is None, "they compare what was asked for"

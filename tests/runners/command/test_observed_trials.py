@@ -176,6 +176,23 @@ def test_a_loss_that_is_not_finite_is_wrong(run):
     assert measured.status is Status.WRONG and measured.reason == "its loss is nan"
 
 
+@pytest.mark.parametrize(("longest", "elements"), [("length", [4, 16]), ("length * (number + 1)", [None, None])])
+def test_the_size_of_samples_is_noted_unless_it_varies(run, longest, elements):
+    text = f"""
+    length = 4 * int(sys.argv[1])
+    model = torch.nn.Embedding(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    texts = [torch.ones({longest}, dtype=torch.int64) for number in range(400)]
+    for batch in DataLoader(texts, batch_size=1):
+        time.sleep(0.02)
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+    """
+    measurements = run(text, (1, 4), samples="1")
+    assert [measured.observed["elements_per_sample"] for measured in measurements] == elements
+
+
 BATCHES_OF_ITS_OWN = """
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 5))
 if {compiled}:
