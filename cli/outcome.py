@@ -173,9 +173,13 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
         ("reported first" if remeasured else "reported", [fold(measurement.told) for measurement in measured]),
         (
             "measured again",
-            [f"{len(candidate.trial.remeasured)} times" if candidate.trial.remeasured else "" for candidate in sides],
+            [_times(len(candidate.trial.remeasured)) for candidate in sides],
         ),
     ]
+
+
+def _times(count: int) -> str:
+    return f"{count} time{'s'[: count != 1]}" if count else ""
 
 
 def _observed(sides: list[Mapping[str, Any] | None]) -> list[tuple[str, list[str]]]:

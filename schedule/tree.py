@@ -155,11 +155,10 @@ class ScheduledModule:
         return iter([type(self)(self.tree, join(self.path, name)) for name, _ in self.module.named_children()])
 
     def __contains__(self, path: str) -> bool:
-        try:
-            find_module(self.module, path)
-        except MissingModuleError:
-            return False
-        return True
+        module: nn.Module | None = self.module
+        for name in path.split(".") if path else ():
+            module = None if module is None else children_of(module).get(name)
+        return module is not None
 
     def select(self, pattern: str) -> list[Self]:
         """Modules below whose path matches, in the model's order.

@@ -89,8 +89,12 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
         raise ScheduleError(
             f"tp: transformers' plan of this model has the style {', '.join(unknown_styles)}, not known here"
         )
+    names = _names(sch)
     styles = {
-        path: style for pattern, style in plan.items() for path in _places(sch, pattern) if not _whole_here(sch, path)
+        path: style
+        for pattern, style in plan.items()
+        for path in _matching(names, pattern)
+        if not _whole_here(sch, path)
     }
     _cut_vocabulary(sch, styles)
     styles |= _left_out(sch, styles)
@@ -232,18 +236,22 @@ def _whole_here(sch: "Schedule", path: str) -> bool:
     return sharing is not None and sharing.tp is None
 
 
-def _places(sch: "Schedule", path: str) -> list[str]:
-    """Modules or parameters that match a path of a plan; none if this model has none."""
+def _names(sch: "Schedule") -> list[list[str]]:
+    """Paths that a plan may have, by component: those of all modules, and of parameters that are not a layer's."""
+    modules = [name for name, _ in sch.module.named_modules() if name]
+    own = [name for name, _ in sch.module.named_parameters() if not name.endswith((".weight", ".bias"))]
+    return [name.split(".") for name in (*modules, *own)]
+
+
+def _matching(names: Sequence[list[str]], path: str) -> list[str]:
+    """Names that match a path of a plan; none if this model has none."""
     from fnmatch import fnmatchcase
 
-    components = path.split(".")
-    names = [name for name, _ in sch.module.named_modules() if name]
-    names += [name for name, _ in sch.module.named_parameters() if not name.endswith((".weight", ".bias"))]
+    patterns = path.split(".")
     return [
-        name
-        for name in names
-        if name.count(".") == len(components) - 1
-        and all(fnmatchcase(component, pattern) for component, pattern in zip(name.split("."), components))
+        ".".join(components)
+        for components in names
+        if len(components) == len(patterns) and all(map(fnmatchcase, components, patterns))
     ]
 
 
@@ -381,7 +389,7 @@ def _share(tensor: "torch.Tensor", ranks: int) -> "torch.Tensor":
 
 
 def _cut_vocabulary(sch: "Schedule", styles: dict[str, str]) -> None:
-    """Cuts embedding and head, if the plan cuts the head; they are removed from `places`."""
+    """Cuts embedding and head, if the plan cuts the head; they are removed from `styles`."""
     paths = {id(module): path for path, module in sch.module.named_modules()}
     try:
         sch.module.get_input_embeddings()
@@ -458,7 +466,8 @@ def _experts(sch: "Schedule") -> list[str]:
     """Paths of the modules that the plan cuts as experts."""
     plan = tensor_plan(sch)
     experts = [pattern for pattern, style in plan.items() if style == "moe_tp_experts"]
-    return [path for pattern in experts for path in _places(sch, pattern)]
+    names = _names(sch) if experts else []
+    return [path for pattern in experts for path in _matching(names, pattern)]
 
 
 def _is_parameter(sch: "Schedule", path: str) -> bool:
