@@ -86,7 +86,7 @@ def deciding_facts(
             written if bits < 16 else f"default of {title}",
         ),
         ("optimizer", _optimizer(trainer, conventions), of_optimizer),
-        ("precision", _precision(config, conventions), of_knob("precision")),
+        ("precision", _precision(trainer, conventions), of_knob("precision")),
         ("batch", f"{batch} = {trainer.global_batch}{lengths}", of_knob("micro_batch")),
         ("length", f"{length:,} tokens" if length else "the model's", of_fact("seq_len", trainer.seq_len, "assumed")),
         ("checkpointing", _checkpointing(config, conventions), of_knob("checkpoint_ratio")),
@@ -110,7 +110,8 @@ def _adapters(trainer: TrainerConfig) -> str:
     if trainer.lora is None:
         return "none: all weights are trained"
     settings = dict(pair.split("=", 1) for pair in trainer.lora.split(","))
-    return f"rank {settings['r']} on {settings.get('target', 'the usual layers').replace('+', ', ')}"
+    copies = f"; copies of {' and '.join(trainer.copied_ends)} are trained" if trainer.copied_ends else ""
+    return f"rank {settings['r']} on {settings.get('target', 'the usual layers').replace('+', ', ')}{copies}"
 
 
 def _optimizer(trainer: TrainerConfig, conventions: Mapping[str, Any]) -> str:
@@ -135,11 +136,18 @@ def _formats(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> tuple
     return weights, gradients
 
 
-def _precision(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
+def _precision(trainer: TrainerConfig, conventions: Mapping[str, Any]) -> str:
+    config = trainer.config
     weights, gradients = _formats(config, conventions)
+    if trainer.lora:
+        bits = conventions.get("frozen_bits") or 16
+        is_wide = bits == 32 or conventions.get("precision", config.get("precision", "fp32")) in ("fp32", "tf32")
+        frozen = f"{bits} bits" if bits < 16 else "fp32" if is_wide else "16 bits"
+        return f"{config.get('precision', 'fp32')}: adapters in {weights}, other weights in {frozen}, gradients in {gradients}"
     if config.get("precision", "fp32") == "fp32" and weights == "bf16":
         return f"all in bf16: weights in {weights}, gradients in {gradients}"
-    return f"{config.get('precision', 'fp32')}: weights in {weights}, gradients in {gradients}"
+    ends = ", embeddings and head in fp32" if trainer.wide_ends else ""
+    return f"{config.get('precision', 'fp32')}: weights in {weights}, gradients in {gradients}{ends}"
 
 
 def _checkpointing(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
@@ -167,10 +175,11 @@ def _offload(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
 
 
 def _loss(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
-    if config.get("kernels") or conventions.get("loss") == "chunked":
+    loss = conventions.get("loss")
+    if loss == "chunked" or (config.get("kernels") and loss is None):
         return "in chunks, without logits"
     return {
         "compiled": "compiled: 16-bit logits and their gradient",
         "fused": "one kernel over 16-bit logits",
         "parallel": "logits in fp32, by parts of the vocabulary",
-    }.get(str(conventions.get("loss")), "logits in fp32")
+    }.get(str(loss), "logits in fp32")

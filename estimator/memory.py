@@ -176,6 +176,8 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
     weights = _matrices(rank) * form.compute if form.compute < form.parameter else rank.none
     if form.frozen <= form.compute:  # those are used as they are, or expanded one product at a time
         weights = weights * rank.trained_share
+    else:  # autocast caches no copies of weights without gradients: products that are not recomputed keep their own
+        weights = weights * (1 - (1 - rank.trained_share) * rank.cols.checkpoint_ratio)
     if form.gathered == form.compute:
         weights = np.where((rank.cols.zero >= 3) | _keeps_whole_weights(rank), 0.0, weights)
     elif rank.setup.gather_dtype:

@@ -22,6 +22,7 @@ from .facts.derived import low_rank_share
 from .facts.model_facts import ModelFacts
 from .hardware import Hardware
 from .knob_arrays import knob_arrays
+from .rank import BYTES, formats
 from .trainers import Trainer
 
 
@@ -64,21 +65,44 @@ class Predictor:
         return fullest_rank(self._by(setup), self._estimated(config, setup))
 
     def further_mib(self, config: Mapping[str, Any]) -> float:
-        """Memory of a rank that the estimator has no term for, MiB: embeddings that are not quantized, the reference model, and
-        the gradients of a model that is one unit of FSDP, which are whole before they are reduced."""
+        """Memory of a rank that the estimator has no term for, MiB: embeddings that are not quantized or are in fp32, copies that
+        are trained beside adapters, the reference model, and the gradients of a model that is one unit of FSDP, which are whole
+        before they are reduced."""
         conventions, trainer = self.conventions(config), self.trainer
         bits = conventions.get("frozen_bits") or 16
-        if bits == 16 and not (trainer.reference_model or trainer.one_unit):
+        if bits >= 16 and not (trainer.reference_model or trainer.one_unit or trainer.copied_ends or trainer.wide_ends):
             return 0.0
         strategy = Strategy.of(config)
         facts = self._model_facts(config, conventions)
-        shards = strategy.tp * strategy.pp * (strategy.replicas if strategy.zero == 3 else 1)
-        size = sum(part.frozen for part in facts.parts if part.role in ("embedding", "head")) * (2 - bits / 8) / shards
+        inner = strategy.tp * strategy.pp
+        shards = inner * (strategy.replicas if strategy.zero == 3 else 1)
+        sizes = {
+            role: sum(part.parameters for part in facts.parts if part.role == role) for role in ("embedding", "head")
+        }
+        precision = conventions.get("precision", strategy.precision)
+        # DeepSpeed's engine casts what it gets.
+        loaded = None if conventions.get("deepspeed_update") else trainer.loaded_dtype
+        size = 0.0
+        if bits < 16:
+            size += sum(sizes.values()) * (BYTES[loaded or "bf16"] - bits / 8) / shards
+
+        def state_bytes(dtype: str | None) -> float:
+            """Bytes on a rank of a trained weight of a dtype (None: as others), its gradient and its states."""
+            given = {} if dtype is None or loaded is None else {"parameter_dtype": dtype}
+            form = formats(self.estimator.training.replace(**{**conventions, **given}), precision)
+            cut = [strategy.replicas if strategy.zero >= stage else 1 for stage in (1, 2, 3)]
+            return ((form.optimizer + form.master) / cut[0] + form.gradient / cut[1] + form.parameter / cut[2]) / inner
+
+        size += sum(
+            (sizes[role] or sizes["embedding"]) * state_bytes(dtype) for role, dtype in trainer.copied_ends.items()
+        )
+        if trainer.wide_ends:
+            size += sum(sizes.values()) * (state_bytes("fp32") - state_bytes(None))
         if trainer.reference_model:
-            size += (2 if conventions.get("precision") == "bf16_pure" else 4) * facts.parameters / shards
+            size += (BYTES[loaded] if loaded else 2 if precision == "bf16_pure" else 4) * facts.parameters / shards
         if trainer.one_unit and strategy.grad_accum == 1 and strategy.zero == 2:
             half = strategy.precision in ("bf16", "fp16", "bf16_pure")
-            size += (2 if half else 4) * facts.parameters / (strategy.tp * strategy.pp)
+            size += (2 if half else 4) * facts.parameters / inner
         return float(size) / 2**20
 
     def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:

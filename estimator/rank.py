@@ -57,7 +57,7 @@ def formats(setup: TrainingSetup, precision: str, frozen_bits: float | None = No
     state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
     bits = setup.frozen_bits if setup.frozen_bits is not None else frozen_bits
     # Frozen weights of 16 bits are those of products; a training in float32 keeps them in float32.
-    frozen = parameter if bits is None else bits / 8 if bits < 16 else compute
+    frozen = parameter if bits is None else compute if bits == 16 else bits / 8
     return Formats(
         parameter=parameter,
         gradient=BYTES[gradient],

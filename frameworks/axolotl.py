@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..knobs.strategy import Strategy
-from .common import read_lora, read_quantized, read_stage
+from .common import read_copied, read_lora, read_quantized, read_stage
 from .framework import SettingsReader, framework_of, knob_table
 from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
 
@@ -44,6 +44,7 @@ def read(reader: SettingsReader) -> None:
         experts = reader.whole("expert_parallel_size") or 1
         reader.knobs["dp"] = shard * reader.knobs.get("hsdp", 1) * experts
         reader.ignore("expert_parallel_size", 1)
+    loaded = reader.facts["loaded_dtype"] = "bf16" if reader.knobs.get("precision") in ("bf16", "fp16") else "fp32"
     if (adapter := reader.get("adapter")) is not None:
         modules = reader.get("lora_target_modules")
         target = "all" if reader.flag("lora_target_linear") else modules
@@ -59,11 +60,23 @@ def read(reader: SettingsReader) -> None:
             reader.misunderstood("adapter")
         read_quantized(reader, "load_in_4bit")
         read_quantized(reader, "load_in_8bit")
+        if reader.flag("peft_autocast_adapter_dtype") is False:
+            reader.facts["adapter_dtype"] = loaded
+        read_copied(reader, "lora_modules_to_save", loaded)
     elif reader.flag("load_in_4bit") or reader.flag("load_in_8bit"):
         reader.note(
             "axolotl trains no quantized weights: load_in_4bit and load_in_8bit without an adapter are refused or ignored"
         )
-    read_stage(reader, "rl", reference=adapter is None)
+    # Without an adapter and FSDP, embeddings, head and norms become fp32, and return to 16 bits for FlashAttention alone
+    # (loaders/model.py, `_configure_embedding_dtypes`).
+    narrows = str(reader.knobs.get("attention", "sdpa")) not in ("sdpa", "eager") or reader.flag("cut_cross_entropy")
+    reader.facts["wide_ends"] = not (adapter or narrows or reader.knobs.get("zero"))
+    if reader.has("rl") and reader.knobs.get("kernels"):  # labels, which its fused losses need, are not passed on
+        reader.knobs["kernels"] = any(map(reader.flag, ("liger_rms_norm", "liger_glu_activation")))
+    reference = adapter is None and not reader.flag("precompute_ref_log_probs")
+    read_stage(reader, "rl", reference=reference, fuses_loss=reader.flag("dpo_use_liger_kernel") or False)
+    if reader.has("rl") and reader.flag("dpo_use_liger_kernel"):
+        reader.conventions["loss"] = "chunked"
     _read_plugins(reader)
     if str(reader.get("gradient_checkpointing")).startswith(("offload", "unsloth")):
         reader.note(
@@ -111,4 +124,11 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return settings
 
 
-FRAMEWORK = framework_of("axolotl", KNOBS, conventions=_conventions, prepare=_prepare, read=read, write=write)
+def cannot(knob: str, strategy: Strategy, reader: SettingsReader) -> bool:
+    """True for fused losses beside `rl`, which takes logits from the model."""
+    return knob == "kernels" and reader.has("rl")
+
+
+FRAMEWORK = framework_of(
+    "axolotl", KNOBS, conventions=_conventions, prepare=_prepare, read=read, write=write, cannot=cannot
+)

@@ -212,6 +212,25 @@ def read_lora(
         reader.facts["lora"] += f",dropout={share:g}"
 
 
+_ENDS = {
+    "embed_tokens": "embedding",
+    "wte": "embedding",
+    "embed_in": "embedding",
+    "lm_head": "head",
+    "embed_out": "head",
+}
+"""Roles of modules outside the blocks, by their names in transformers' models."""
+
+
+def read_copied(reader: SettingsReader, key: str, dtype: str) -> None:
+    """Reads modules of which peft trains a copy beside adapters (`modules_to_save`), in a dtype."""
+    value = reader.get(key)
+    names = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+    reader.facts["copied_ends"] = {_ENDS[name]: dtype for name in names if name in _ENDS}
+    if set(names) - _ENDS.keys():
+        reader.misunderstood(key)
+
+
 _MOMENTA = ("optimizer.params.momentum", "optimizer.init_args.momentum", "optimizer.momentum", "sgd_momentum")
 """Settings of SGD's momentum, which is a state of each parameter."""
 
@@ -266,16 +285,16 @@ def read_stage(
         key: the setting with the kind.
         shown: the kind in a note; None for the setting.
         reference: False if there is no reference model in memory, whatever the kind.
-        fuses_loss: True if the trainer's own losses of the kind are fused too: those of the model need labels.
+        fuses_loss: True if the trainer's own losses of the kind are fused too: others take whole logits from the model, whatever
+            kernels it has.
     """
     value = reader.get(key)
     if value is None:
         return
     shown = shown or f"{reader.name(key)} = {value}"
     stage = settings_of("every")["stages"].get(str(value).lower())
-    if str(value).lower() not in ("pt", "sft") and not fuses_loss and reader.knobs.get("kernels"):
-        reader.knobs["kernels"] = False
-        reader.note(f"{shown} takes logits from the model: its fused kernels compute no loss, and are not estimated")
+    if str(value).lower() not in ("pt", "sft") and not fuses_loss:
+        reader.conventions["loss"] = "plain"
     if stage is None:
         reader.misunderstood(key)
         reader.note(

@@ -263,9 +263,8 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_engine(reader: SettingsReader) -> None:
-    """Takes DeepSpeed's formats and reductions in place of those of the trainer that starts its engine."""
-    reader.conventions |= dict.fromkeys(("parameter_dtype", "gradient_dtype"))
-    reader.conventions |= {"pieces": False, "unsharded_gradients": False, **conventions(reader.knobs)}
+    """Takes DeepSpeed's conventions in place of those of the trainer that starts its engine."""
+    reader.conventions["deepspeed_update"] = True
 
 
 def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:

@@ -156,8 +156,10 @@ def prepare(reader: SettingsReader) -> None:
 def read(reader: SettingsReader) -> None:
     """Reads the devices, the strategy's sizes, and DeepSpeed's formats."""
     name = str(reader.get("trainer.strategy", _CLASS) or "")
-    if name.startswith("ddp"):  # of several ways to start it, and to find unused parameters
+    if name.startswith("ddp") or name.endswith("DDPStrategy"):  # in several spellings
         reader.knobs.setdefault("zero", 0)
+    if reader.flag(f"{_ARGUMENTS}gradient_as_bucket_view"):
+        reader.conventions["bucket_copy"] = False
     if "fsdp" in name.lower():
         reader.knobs.setdefault("zero", 3)
         _read_wrapping(reader)
@@ -173,7 +175,7 @@ def read(reader: SettingsReader) -> None:
         if "stage_3_offload" in name:
             reader.conventions["offload_weights"] = True
         deepspeed.read_offloaded_weights(reader, f"{_ARGUMENTS}offload_parameters")
-        reader.conventions |= deepspeed.conventions(reader.knobs)
+        deepspeed.read_engine(reader)
         offloads = (f"{_ARGUMENTS}offload_{part}_device" for part in ("params", "optimizer"))
         deepspeed.list_nvme(reader, "trainer.strategy", *offloads)
     if "ModelParallel" in name:
@@ -183,7 +185,7 @@ def read(reader: SettingsReader) -> None:
             "ModelParallelStrategy leaves sharding and checkpointing to configure_model() of your module: state them "
             "by --fix zero=3 --fix checkpoint_ratio=1"
         )
-    if reader.get(f"{_ARGUMENTS}activation_checkpointing_policy") is not None:
+    if reader.get(*(f"{_ARGUMENTS}activation_checkpointing{name}" for name in ("_policy", ""))) is not None:
         reader.knobs["checkpoint_ratio"] = 1
     read_optimizer(reader, "optimizer.class_path", "optimizer")
     devices, hosts = reader.whole("trainer.devices"), reader.whole("trainer.num_nodes") or 1
@@ -208,4 +210,6 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return {key: strategy.dp} if reader.has(key) else {}
 
 
-FRAMEWORK = framework_of("lightning", KNOBS, prepare=prepare, read=read, write=write)
+FRAMEWORK = framework_of(
+    "lightning", KNOBS, prepare=prepare, read=read, write=write, conventions=lambda config: {"bucket_copy": True}
+)

@@ -34,7 +34,8 @@ def read(reader: SettingsReader) -> None:
     command = str(reader.get("subcommand") or "pretrain")
     finetunes = command.startswith("finetune")
     if (name := reader.facts.get("model")) is not None and "checkpoints/" in name:
-        reader.facts["model"] = name.rpartition("checkpoints/")[2]  # as `litgpt download` places a model of the hub
+        # as `litgpt download` places a model of the hub
+        reader.facts["model"] = name.rpartition("checkpoints/")[2].removesuffix("/").removesuffix("/lit_model.pth")
     if not reader.stated("subcommand"):
         reader.note(f"the subcommand is taken to be {command}")
     reader.default("micro_batch", 1 if finetunes else 4)
@@ -53,6 +54,11 @@ def read(reader: SettingsReader) -> None:
             for layer in layers
             if (name in facts["adapted_by_default"] if (flag := reader.flag(name)) is None else flag)
         ]
+        if not chosen:
+            reader.misunderstood(*facts["adapted_by_default"])
+            reader.note(
+                "all flags of adapted layers are false: LitGPT has no weights to train; peft's choice is assumed"
+            )
         dropout = reader.get("lora_dropout")
         read_lora(
             reader,
@@ -71,6 +77,9 @@ def read(reader: SettingsReader) -> None:
     elif command == "pretrain":
         reader.default("fusion", True)  # torch.compile(model)
         reader.facts["hybrid"] = True  # sharding_strategy="HYBRID_SHARD"
+    if "lora" in reader.facts:  # adapters have the dtype of the model that Fabric makes
+        narrow = reader.knobs.get("precision") == "bf16_pure"
+        reader.facts["loaded_dtype"] = reader.facts["adapter_dtype"] = "bf16" if narrow else "fp32"
     read_quantized(reader, "quantize")
     if reader.has("quantize") and (devices or 1) * hosts > 1:
         reader.note("LitGPT refuses quantize on more than one device")

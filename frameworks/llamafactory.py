@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
-from .common import read_lora, read_quantized, read_stage
+from .common import read_copied, read_lora, read_quantized, read_stage
 from .framework import SettingsReader, framework_of, knob_table, number
 from .trainer import (
     KNOBS as TRAINER,
@@ -64,12 +64,14 @@ def read(reader: SettingsReader) -> None:
         target = reader.get("lora_target") or "all"
         dropout = reader.get("lora_dropout")
         read_lora(reader, reader.whole("lora_rank") or 8, target, reader.whole("lora_alpha"), dropout, "lora_target")
+        read_copied(reader, "additional_target", "fp32")
     elif kind == "freeze":
         _read_frozen(reader)
     elif kind != "full":
         reader.misunderstood("finetuning_type")
-    # Weights are loaded in 16 bits; those that are trained get a copy in float32, adapters aside.
-    if reader.flag("pure_bf16") or kind == "lora":
+    # Weights are loaded in 16 bits; those that are trained, adapters too, are cast to float32 (model/adapter.py).
+    reader.facts["loaded_dtype"] = "bf16"
+    if reader.flag("pure_bf16"):
         reader.conventions["precision"] = "bf16_pure"
     read_quantized(reader, "quantization_bit")
     read_stage(

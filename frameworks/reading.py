@@ -182,9 +182,15 @@ def _with_files(
             stage = _STAGE.search(Path(value).stem)
             if kind != "deepspeed" or stage is None:
                 raise UsageError(f"{where}: the file {value} of {name} is not there")
-            facts["notes"].append(f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}")
-            offloaded = () if "offload" not in value else ("optimizer", "param") if stage[1] == "3" else ("optimizer",)
+            offloaded, is_sure = _offloaded_by_name(Path(value).stem.lower(), int(stage[1]))
             offload = {f"zero_optimization.offload_{part}.device": "cpu" for part in offloaded}
+            parts_text = f" with offloaded {' and '.join(offloaded)}" if offloaded else ""
+            facts["notes"].append(
+                f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}{parts_text}, and what else it sets is "
+                "not known"
+            )
+            if not is_sure:
+                facts["unread"] = {name: value}
             file_settings = {"zero_optimization.stage": int(stage[1]), **offload}
             own_settings[name] = OpenedFile(value)
         else:
@@ -201,6 +207,14 @@ def _with_files(
     facts["notes"] += [f"{variable} is not set: what it adds to the command is not known" for variable in unknown]
     sources.append(_source(framework.name, own_settings, where, form))
     return sources, facts
+
+
+def _offloaded_by_name(stem: str, stage: int) -> tuple[list[str], bool]:
+    """What a file of DeepSpeed offloads according to its name, and False if the name leaves that open."""
+    if "offload" not in stem:
+        return [], True
+    named = [part for part, word in (("optimizer", "optim"), ("param", "param")) if word in stem or "_all" in stem]
+    return named or (["optimizer", "param"] if stage == 3 else ["optimizer"]), bool(named) or stage < 3
 
 
 def _without_variables(
@@ -452,6 +466,3 @@ def _processes(launched: Settings, words: Sequence[str], environment: Mapping[st
     if "$" in hosts_text:
         return {"per_host": per_host, "unset": {"--devices N": f"nnodes = {hosts_text}"}}
     return {"devices": per_host * hosts, "per_host": per_host}
-
-
-# -- shells ---------------------------------------------------------------------------------------------------

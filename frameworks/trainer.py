@@ -253,8 +253,7 @@ def read(reader: SettingsReader) -> None:
     every = reader.whole(_EVERY)
     if every and reader.knobs.get("checkpoint_ratio"):
         reader.knobs["checkpoint_ratio"] = 1 / every
-    narrow = str(reader.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16", "float16", "fp16")
-    if narrow and not (reader.knobs.get("precision") == "bf16" and reader.knobs.get("zero", 0) >= 2):
+    if loads_narrow(reader) and not (reader.knobs.get("precision") == "bf16" and reader.knobs.get("zero", 0) >= 2):
         reader.conventions["precision"] = "bf16_pure"
     read_optimizer(reader, "optim", "optimizer")
     if number(reader.get("label_smoothing_factor")):
@@ -265,6 +264,17 @@ def read(reader: SettingsReader) -> None:
             "label_smoothing_factor: the Trainer takes log-probabilities of whole logits, whose copy is not counted"
         )
     read_evaluation(reader)
+
+
+_DTYPES = ("torch_dtype", "dtype")
+
+
+def loads_narrow(reader: SettingsReader) -> bool:
+    """True if weights are loaded in 16 bits, as most checkpoints have them."""
+    if any(map(reader.stated, _DTYPES)) and not any(map(reader.has, _DTYPES)):
+        reader.note(f"{reader.name(*_DTYPES)} = auto is that of the checkpoint: 16 bits are assumed")
+        return True
+    return str(reader.get(*_DTYPES)).rpartition(".")[2] in ("bfloat16", "bf16", "float16", "fp16")
 
 
 def read_evaluation(reader: SettingsReader) -> None:
@@ -284,9 +294,7 @@ def read_evaluation(reader: SettingsReader) -> None:
 def _read(reader: SettingsReader) -> None:
     """Reads the Trainer's arguments, and the format in which transformers loads weights."""
     read(reader)
-    if reader.has("model_name_or_path") and not any(
-        map(reader.has, ("config_name", "torch_dtype", "dtype", "deepspeed"))
-    ):
+    if reader.has("model_name_or_path") and not any(map(reader.stated, ("config_name", "deepspeed", *_DTYPES))):
         # PreTrainedModel.from_pretrained of version 5 has dtype="auto"
         reader.note(
             "model_name_or_path: transformers 5 loads weights in the checkpoint's format, usually bf16, unless FSDP widens them; "
@@ -296,10 +304,10 @@ def _read(reader: SettingsReader) -> None:
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the conventions of accelerate: it accumulates under `no_sync`, where replicas reduce nothing and FSDP keeps
-    full gradients. With mixed precision, FSDP upcasts shards of 16 bits to fp32 and gathers them in 16 bits; it also
-    offloads shards of weights and gradients.
+    full gradients, and torch's DDP has buckets beside them. With mixed precision, FSDP upcasts shards of 16 bits to fp32 and
+    gathers them in 16 bits; it also offloads shards of weights and gradients.
     """
-    fields: dict[str, Any] = {"unsharded_gradients": True}
+    fields: dict[str, Any] = {"unsharded_gradients": True, "bucket_copy": True}
     if config.get("offload") == "optimizer":
         fields["offload_weights"] = True
     if config.get("precision") == "bf16" and config.get("zero", 0) >= 2:

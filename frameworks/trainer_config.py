@@ -79,6 +79,14 @@ class TrainerConfig:
     """Sequences of a sample: 2 for pairs, as in DPO."""
     reference_model: bool = False
     """True if a second model without gradients is in memory, as in DPO."""
+    loaded_dtype: str | None = None
+    """dtype in which weights are loaded, which those that are not trained keep; None: that of the precision."""
+    adapter_dtype: str = "fp32"
+    """dtype of the adapters' weights, whatever that of the loaded ones is."""
+    wide_ends: bool = False
+    """True if embeddings and head are trained in fp32, whatever the precision of other weights is."""
+    copied_ends: Mapping[str, str] = field(default_factory=dict)
+    """Parts of which a copy is trained beside adapters (peft's `modules_to_save`): `embedding`, `head`, and the copy's dtype."""
     defaults: frozenset[str] = frozenset()
     """Knobs and facts that are the framework's defaults."""
     unread: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +112,7 @@ class TrainerConfig:
             plain(name)
             for _, framework in self._frameworks()
             for name, value in framework.ignored.items()
-            if value is True
+            if not is_off(value)
         }
         return [name for name, value in self.unread.items() if is_off(value) and plain(name) not in on_by_default]
 
@@ -120,11 +128,10 @@ class TrainerConfig:
 
     def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the conventions for another configuration of this training."""
-        return (
-            {**_conventions(self.sources, config), **self.explicit_conventions}
-            if self.sources
-            else dict(self.conventions)
-        )
+        if not self.sources:
+            return dict(self.conventions)
+        facts = {name: getattr(self, name) for name in ("lora", "loaded_dtype", "adapter_dtype")}
+        return _conventions(self.sources, config, facts, self.explicit_conventions)
 
     def on(self, devices: int | None = None) -> "TrainerConfig":
         """Returns this training on a number of devices, with `dp`, `grad_accum` and `global_batch`.
@@ -342,12 +349,12 @@ def combined(sources: Sequence[SettingsSource], launcher_facts: Mapping[str, Any
     beside = {
         name: value for name, value in launcher_facts.items() if value is not None and name not in ("notes", "unread")
     }
-    facts |= beside
+    facts |= beside | {"unset": {**beside.get("unset", {}), **facts.get("unset", {})}}
     if facts.pop("hybrid", False) and (host := facts.get("per_host")) and facts.get("devices", 0) > host:
         knobs["hsdp"] = facts["devices"] // host
     if "dp" in knobs and "devices" not in facts:
         facts["devices"] = prod(knobs.get(name, 1) for name in DEGREES)
-    explicit, conventions = conventions, {**_conventions(sources, knobs), **conventions}
+    explicit, conventions = conventions, _conventions(sources, knobs, facts, conventions)
     order = knobs.get("pipeline_schedule")
     if order is not None and not STANDARD["pipeline_schedule"].can_be(order):
         knobs.pop("pipeline_schedule")
@@ -374,13 +381,17 @@ def _is_replaced(name: str, earlier: Settings, later: Settings) -> bool:
     )
 
 
-def _conventions(sources: Sequence[SettingsSource], knobs: Mapping[str, Any]) -> dict[str, Any]:
+def _conventions(
+    sources: Sequence[SettingsSource], knobs: Mapping[str, Any], facts: Mapping[str, Any], explicit: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Conventions of the frameworks for these knobs, those of adapters, and those that the files set, which replace others."""
     merged: dict[str, Any] = {}
-    names = [source.framework for source in sources]
-    # DeepSpeed's engine has its own formats and reductions under any trainer.
-    for name in ("deepspeed",) if "deepspeed" in names else names:
+    names = {source.framework: None for source in sources}
+    # DeepSpeed's engine has its own formats and reductions under any trainer, of adapters and frozen weights too.
+    has_engine = "deepspeed" in names or explicit.get("deepspeed_update")
+    for name in ("deepspeed",) if has_engine else names:
         merged |= find_framework(name).conventions(knobs)
-    return merged
-
-
-# -- files ----------------------------------------------------------------------------------------------------
+    if facts.get("lora") and (loaded := facts.get("loaded_dtype")) and not has_engine:
+        merged |= {"precision": "bf16_pure"} if loaded == "bf16" else {"frozen_bits": 32}
+        merged["parameter_dtype"] = facts.get("adapter_dtype", "fp32")
+    return {**merged, **explicit}

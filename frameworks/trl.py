@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from . import deepspeed
-from .common import read_lora, read_quantized, read_stage
+from .common import read_copied, read_lora, read_quantized, read_stage
 from .framework import SettingsReader, framework_of, number, settings_of
-from .trainer import KNOBS, conventions, option, prepare, read as read_trainer, write
+from .trainer import KNOBS, conventions, loads_narrow, option, prepare, read as read_trainer, write
 
 SUBCOMMAND = "subcommand"
-"""The trainer: `sft`, `dpo`, ...; in a YAML alone it follows from the settings that only one trainer has."""
+"""The trainer: `sft`, `dpo`, ...; in a YAML alone it follows from the settings that only one trainer has, or is asked for."""
 _GENERATES = ("grpo", "rloo")
 """Trainers whose samples are prompts with generated completions."""
 _FUSED = ("sft", "dpo", "kto", *_GENERATES)
@@ -19,8 +19,14 @@ _FUSED = ("sft", "dpo", "kto", *_GENERATES)
 
 def _prepare(reader: SettingsReader) -> None:
     """Fills in TRL's defaults (trl/trainer/base_config.py)."""
-    kinds = [kind for kind, names in settings_of("trl")["kinds"].items() if sum(map(reader.has, names))]
-    reader.set(SUBCOMMAND, next(iter(kinds), "sft"))
+    kinds: dict[str, list[str]] = settings_of("trl")["kinds"]
+    loss = str(reader.get("loss_type") or "")
+    matching = [kind for kind, signs in kinds.items() if loss in signs or any(map(reader.has, signs))]
+    if not matching and not reader.has(SUBCOMMAND):
+        reader.facts["unset"] = {
+            "the command trl STAGE --config FILE": f"a stage of TRL: {', '.join(sorted(kinds))}, ..."
+        }
+    reader.set(SUBCOMMAND, next(iter(matching), "sft"))
     reader.set("gradient_checkpointing", True)
     if not reader.flag("fp16"):
         reader.set("bf16", True)
@@ -28,10 +34,11 @@ def _prepare(reader: SettingsReader) -> None:
 
 
 def _read_words(command: Sequence[str], settings: dict[str, Any]) -> tuple[str, ...]:
-    """Reads the trainer from the subcommand or the name of the script."""
-    program = Path(command[0]).name
-    has_subcommand = program == "trl" and len(command) > 1
-    settings[SUBCOMMAND] = command[1] if has_subcommand else program.removesuffix(".py").removeprefix("run_")
+    """Reads the trainer from the subcommand or the name of the script, if it has one."""
+    program = Path(command[0])
+    words = [command[1]] if program.name == "trl" and len(command) > 1 else program.stem.lower().split("_")
+    if stage := next((word for word in words if program.name == "trl" or word in settings_of("trl")["stages"]), None):
+        settings[SUBCOMMAND] = stage
     return ()
 
 
@@ -46,17 +53,12 @@ def _read(reader: SettingsReader) -> None:
         else:
             reader.default("seq_len", prompt + completion)
     reader.default("seq_len", 1024)
+    reader.facts["loaded_dtype"] = "bf16" if loads_narrow(reader) else "fp32"
     if reader.flag("use_peft"):
-        rank, alpha = reader.whole("lora_r") or 16, reader.whole("lora_alpha") or 32
-        dropout = reader.get("lora_dropout")
-        target = reader.get("lora_target_modules")
-        # Its default of 0.05 costs a mask and a copy of each adapter's input.
-        read_lora(reader, rank, target, alpha, 0.05 if dropout is None else dropout, "lora_target_modules")
-        read_quantized(reader, "load_in_4bit")
-        read_quantized(reader, "load_in_8bit")
+        _read_adapters(reader)
     # With adapters the reference model is the model without them.
     reference = not reader.flag("use_peft") and not reader.flag("precompute_ref_log_probs")
-    read_stage(reader, SUBCOMMAND, f"trl {kind}", reference=reference, fuses_loss=True)
+    read_stage(reader, SUBCOMMAND, f"trl {kind}", reference=reference, fuses_loss=kind in (*_FUSED, "reward"))
     if reader.flag("activation_offloading"):
         reader.conventions["offload_activations"] = True
     _read_accelerate(reader)
@@ -67,6 +69,23 @@ def _read(reader: SettingsReader) -> None:
         )
     if kind == "sft" and not reader.flag("packing"):
         reader.note("samples may be shorter than max_length (no packing): the estimate is of full ones")
+
+
+def _read_adapters(reader: SettingsReader) -> None:
+    """Reads the adapters. peft keeps them in fp32, and TRL casts those beside quantized weights to bf16."""
+    rank, alpha = reader.whole("lora_r") or 16, reader.whole("lora_alpha") or 32
+    dropout = reader.get("lora_dropout")
+    target = reader.get("lora_target_modules")
+    # Its default of 0.05 costs a mask and a copy of each adapter's input.
+    read_lora(reader, rank, target, alpha, 0.05 if dropout is None else dropout, "lora_target_modules")
+    if "lm_head" in reader.facts["lora"]:
+        reader.note("TRL refuses an adapter on lm_head: its losses read the weight of that layer alone")
+    read_quantized(reader, "load_in_4bit")
+    read_quantized(reader, "load_in_8bit")
+    is_quantized = "frozen_bits" in reader.conventions
+    if is_quantized:
+        reader.facts["adapter_dtype"] = "bf16"
+    read_copied(reader, "lora_modules_to_save", "bf16" if is_quantized else reader.facts["loaded_dtype"])
 
 
 def _read_accelerate(reader: SettingsReader) -> None:

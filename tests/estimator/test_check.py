@@ -361,3 +361,74 @@ def test_a_change_that_others_bring_back_ends_the_search_for_idle_ones():
     )
     verdict = check(read(command), "h100-80gb")
     assert verdict.fits and len(verdict.faster) <= 3
+
+
+def test_replicas_of_torchs_ddp_have_buckets_beside_their_gradients():
+    """DistributedDataParallel allocates buckets for all gradients (torch/nn/parallel/distributed.py, gradient_as_bucket_view)."""
+    gradients = 124_439_808 * 4 / 2**20
+    many, one = (
+        check(read(CHECKPOINTED.replace("node 8", f"node {count}")), "a100-80gb").estimate.breakdown for count in (8, 1)
+    )
+    assert many["memory.gradients"] == pytest.approx(gradients, rel=0.01)
+    assert many["memory.buffers"] - one["memory.buffers"] == pytest.approx(gradients, rel=0.01)
+
+
+def test_weights_beside_adapters_have_the_format_in_which_they_are_loaded():
+    run = "trl sft --model_name_or_path gpt2 --use_peft --lora_target_modules c_attn --per_device_train_batch_size 1"
+    wide, narrow, head, quantized, both = (
+        check(read(f"{run} --max_length 256 {more}"), "a100-80gb", devices=1).estimate.breakdown
+        for more in (
+            "",
+            "--dtype bfloat16",
+            "--dtype bfloat16 --lora_modules_to_save lm_head",
+            "--load_in_4bit --dtype bfloat16",
+            "--load_in_4bit",
+        )
+    )
+    million = 124_439_808 / 2**20
+    assert wide["memory.parameters"] == pytest.approx(4 * million, rel=0.02)
+    assert narrow["memory.parameters"] == pytest.approx(2 * million, rel=0.02)
+    # A copy of the head's weight, its gradient and two states, in 16 bits; the size is that of the tied embeddings.
+    assert head["memory.further"] == pytest.approx(50257 * 768 * 8 / 2**20, rel=0.03)
+    assert quantized["memory.further"] == pytest.approx(50257 * 768 * (2 - 4.5 / 8) / 2**20, rel=0.05)
+    assert both["memory.further"] - quantized["memory.further"] == pytest.approx(50257 * 768 * 2 / 2**20, rel=0.05)
+
+
+def test_the_formats_of_adapters_are_stated():
+    found = check(
+        read(
+            "trl sft --model_name_or_path gpt2 --use_peft --dtype bfloat16 --per_device_train_batch_size 1 --max_length 256"
+        ),
+        "a100-80gb",
+        devices=1,
+    )
+    (precision,) = [fact.value for fact in found.facts if fact.name == "precision"]
+    assert precision == "bf16: adapters in fp32, other weights in 16 bits, gradients in fp32"
+
+
+def test_embeddings_that_axolotl_keeps_in_fp32_are_counted(tmp_path):
+    text = "base_model: gpt2\nsequence_len: 256\nmicro_batch_size: 1\noptimizer: adamw_torch\nbf16: true\n"
+    peaks = []
+    for attention in ("", "flash_attention: true\n"):
+        (tmp_path / "a.yml").write_text(text + attention)
+        peaks.append(check(read(tmp_path / "a.yml"), "a100-80gb", devices=1).estimate.breakdown["memory.further"])
+    # Twice the bytes of weights, gradients and two states.
+    assert peaks[0] == pytest.approx((50257 + 1024) * 768 * 8 / 2**20, rel=0.01) and not peaks[1]
+
+
+def test_fused_layers_beside_a_loss_of_whole_logits_are_stated():
+    command = "llamafactory-cli train model_name_or_path=gpt2 stage=dpo finetuning_type=full bf16=true cutoff_len=256"
+    found = check(read(f"{command} enable_liger_kernel=true"), "a100-80gb", devices=1)
+    assert [fact.value for fact in found.facts if fact.name == "loss"] == ["logits in fp32"]
+    assert found.trainer.config["kernels"] is True
+    # The reference model is loaded in 16 bits.
+    assert found.estimate.breakdown["memory.further"] == pytest.approx(124_439_808 * 2 / 2**20, rel=0.01)
+
+
+def test_a_stage_that_a_file_of_trl_leaves_open_is_asked_for(tmp_path):
+    (tmp_path / "orpo.yaml").write_text(
+        "model_name_or_path: gpt2\nper_device_train_batch_size: 1\nbeta: 0.05\nmax_prompt_length: 128\nbf16: true\n"
+    )
+    with pytest.raises(UsageError, match="a stage of TRL: dpo, grpo, .*: give the command trl STAGE --config FILE$"):
+        check(read(tmp_path / "orpo.yaml"), "a100-80gb", devices=1)
+    assert check(read(f"trl orpo --config {tmp_path}/orpo.yaml"), "a100-80gb", devices=1).trainer.sequences == 2

@@ -599,7 +599,7 @@ def test_lightnings_deepspeed_has_its_stage_and_its_formats(strategy, zero, offl
     ("options", "zero", "optimizer"),
     [
         ("--trainer.strategy ddp --optimizer SGD", 0, "sgd"),
-        ("--trainer.strategy.class_path DDPStrategy --optimizer.class_path torch.optim.SGD", None, "sgd"),
+        ("--trainer.strategy.class_path DDPStrategy --optimizer.class_path torch.optim.SGD", 0, "sgd"),
         ("--trainer.strategy.class_path lightning.FSDPStrategy --optimizer.lr 0.1", 3, None),
     ],
 )
@@ -690,15 +690,124 @@ def test_settings_with_several_spellings_are_read(given, knob, value, folder):
     assert read(given).config.get(knob) == value
 
 
-def test_a_llamafactory_file_with_adapters_loads_weights_in_bf16(folder):
-    sft = "model_name_or_path: meta-llama/Meta-Llama-3-8B\nstage: sft\nfinetuning_type: {}\n{}: true\n"
-    for kind, switch, expected in (
-        ("lora", "bf16", "bf16_pure"), ("lora", "pure_bf16", "bf16_pure"), ("full", "bf16", None),
-    ):  # fmt: skip
-        (folder / "sft.yaml").write_text(sft.format(kind, switch))
-        assert read("sft.yaml").conventions.get("precision") == expected, (kind, switch)
+WIDE, NARROW = ({"precision": "bf16_pure", "parameter_dtype": dtype} for dtype in ("fp32", "bf16"))
+ENGINE = {"parameter_dtype": None, "master_weights": "fp32", "gradient_dtype": "bf16", "frozen_bits": None}
+TRL_LORA = "trl sft --model_name_or_path m --use_peft"
+LORA = "base_model: m\nsequence_len: 64\nadapter: lora\nlora_target_linear: true\nbf16: true\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "conventions"),
+    [
+        ("llamafactory-cli train stage=sft bf16=true", WIDE),
+        ("llamafactory-cli train stage=sft pure_bf16=true", WIDE),
+        ("llamafactory-cli train stage=sft finetuning_type=full bf16=true", {"precision": None}),
+        ("llamafactory-cli train stage=sft bf16=true deepspeed=ds.json", ENGINE),
+        (TRL_LORA, {"precision": None, "parameter_dtype": "fp32", "frozen_bits": 32}),
+        (f"{TRL_LORA} --dtype bfloat16", WIDE),
+        (f"{TRL_LORA} --dtype auto", WIDE),
+        (f"{TRL_LORA} --dtype bfloat16 --load_in_4bit", NARROW | {"frozen_bits": 4.5}),
+        (f"{TRL_LORA} --load_in_4bit", {"precision": None, "parameter_dtype": "bf16", "frozen_bits": 4.5}),
+        (f"{TRL_LORA} --dtype bfloat16 --accelerate_config zero3", ENGINE),
+        (f"accelerate launch --config_file accelerate.yaml scripts/sft.py {TRL_LORA[8:]}", ENGINE),
+        (f"{TRL_LORA} --dtype bfloat16 --accelerate_config fsdp2", WIDE | {"pieces": True}),
+        ("axolotl train lora.yml", WIDE),
+        ("axolotl train lora.yml --peft-autocast-adapter-dtype false", NARROW),
+        ("axolotl train lora.yml --bf16 false --tf32 true", {"precision": None, "frozen_bits": 32}),
+        ("litgpt finetune_lora m --precision bf16-true", NARROW),
+        ("litgpt finetune_lora m --precision bf16-mixed --devices 1", {"parameter_dtype": "fp32", "frozen_bits": 32}),
+    ],
+)
+def test_adapters_and_the_weights_beside_them_have_their_trainers_formats(given, conventions, folder):
+    """peft keeps adapters in fp32 (`autocast_adapter_dtype`); TRL casts those beside quantized weights to bf16, DeepSpeed all."""
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    (folder / "accelerate.yaml").write_text(WRITTEN["accelerate.yaml"].replace("mixed_precision: bf16\n", ""))
+    (folder / "lora.yml").write_text(LORA)
+    trainer = read(given)
+    found = trainer.conventions
+    assert {name: found.get(name) for name in conventions} == conventions
+    again = trainer.conventions_with(trainer.config)
+    assert {name: again.get(name) for name in conventions} == conventions
+
+
+@pytest.mark.parametrize(
+    ("framework", "settings", "copies", "unread"),
+    [
+        ("trl", {"use_peft": True, "lora_modules_to_save": ["lm_head"]}, {"head": "fp32"}, set()),
+        (
+            "trl",
+            {"use_peft": True, "load_in_4bit": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]},
+            {"embedding": "bf16", "head": "bf16"},
+            set(),
+        ),
+        ("llamafactory", {"additional_target": "embed_tokens,lm_head"}, {"embedding": "fp32", "head": "fp32"}, set()),
+        ("llamafactory", {"additional_target": "v_head"}, {}, {"additional_target"}),
+        (
+            "axolotl",
+            {"adapter": "lora", "lora_target_linear": True, "bf16": True, "lora_modules_to_save": ["lm_head"]},
+            {"head": "bf16"},
+            set(),
+        ),
+    ],
+)
+def test_modules_that_are_trained_beside_adapters_are_read(framework, settings, copies, unread):
+    reader = find_framework(framework).reading(settings, "x")
+    assert reader.facts["copied_ends"] == copies and set(reader.facts["unread"]) - {"subcommand"} == unread
+
+
+@pytest.mark.parametrize(
+    ("target", "is_refused"), [("lm_head q_proj", True), ("all-linear", False), ("q_proj v_proj", False)]
+)
+def test_an_adapter_on_the_head_is_refused_by_trl(target, is_refused):
+    notes = read(f"{TRL_LORA} --lora_target_modules {target}").notes
+    assert any("refuses an adapter on lm_head" in note for note in notes) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage"),
+    [
+        ({"beta": 0.1, "loss_type": "sigmoid"}, "dpo"),
+        ({"beta": 0.1, "desirable_weight": 1.0}, "kto"),
+        ({"beta": 0.1, "loss_type": "kto"}, "kto"),
+        ({"beta": 0.04, "use_vllm": True}, "grpo"),
+        ({"simpo_gamma": 0.5, "loss_type": "simpo"}, "simpo"),
+        ({"packing": False}, "sft"),
+        ({"max_seq_length": 64}, "sft"),
+        ({"center_rewards_coefficient": 0.01}, "reward"),
+        ({"beta": 0.1, "max_prompt_length": 64}, None),
+        ({"precompute_ref_log_probs": True}, None),
+        ({"max_length": 64, "use_peft": True}, None),
+    ],
+)
+def test_the_stage_of_a_trl_file_is_asked_for_where_several_have_its_settings(settings, stage, folder):
+    (folder / "t.yaml").write_text(
+        json.dumps({"model_name_or_path": "m", "per_device_train_batch_size": 1, **settings})
+    )
+    found = read("t.yaml", framework="trl")
+    assert bool(found.unset) is (stage is None) and all("trl STAGE --config FILE" in option for option in found.unset)
+    for kind in ("dpo", "orpo", "sft"):
+        command = read(f"trl {kind} --config t.yaml")
+        assert not command.unset and command.sequences == (1 if kind == "sft" else 2)
+    if stage is not None:
+        assert any(f"trl {stage}" in note for note in found.notes) or stage == "sft"
+
+
+@pytest.mark.parametrize(
+    ("script", "stage"),
+    [
+        ("run_dpo.py", "trl dpo"),
+        ("train_kto_lora.py", "trl kto"),
+        ("dpo_online.py", "trl dpo"),
+        ("online_dpo.py", "trl online"),
+    ],
+)
+def test_the_stage_of_a_script_of_trl_is_a_word_of_its_name(script, stage):
+    notes = read(f"python {script} --model_name_or_path m --use_peft --max_prompt_length 64").notes
+    assert any(note.startswith(stage) for note in notes)
+    assert read("python train.py --model_name_or_path m --use_peft --beta 0.1").unset
+
+
+DDP = {"trainer.strategy.class_path": "lightning.pytorch.strategies.DDPStrategy"}
 FSDP_OF_LIGHTNING = {"trainer.strategy.class_path": "lightning.FSDPStrategy"}
 POLICY = {"auto_wrap_policy": ["a.Block"], "cpu_offload": True, "sharding_strategy": "FULL_SHARD"}
 LATENT = {
@@ -771,9 +880,35 @@ UNREAD = (
             ({"evals_per_epoch": 1, "eval_batch_size": 8}, {"eval_batch_size": 8}))),
         ("llamafactory", {"stage": "sft"}, {"lora": "r=8,alpha=16,target=all-linear"}),
         ("trl", {"subcommand": "dpo", "use_liger_kernel": True}, {"kernels": True}),
-        *(("llamafactory", {"stage": stage, "enable_liger_kernel": True}, {"kernels": fused})
-          for stage, fused in (("sft", True), ("dpo", False), ("rm", False))),
+        # Their losses take logits; the layers are Liger's all the same.
+        *(("llamafactory", {"stage": stage, "enable_liger_kernel": True}, {"kernels": True, "loss": loss})
+          for stage, loss in (("sft", None), ("dpo", "plain"), ("rm", "plain"))),
         *(("axolotl", {**LIGER, "rl": kind}, {"kernels": kind is None}) for kind in (None, "dpo")),
+        ("axolotl", {**LIGER, "rl": "dpo", "liger_rms_norm": True}, {"kernels": True, "loss": "plain"}),
+        ("axolotl", {**LIGER, "rl": "dpo", "dpo_use_liger_kernel": True}, {"loss": "chunked", "unread": {}}),
+        ("axolotl", {"base_model": "m", "rl": "dpo", "precompute_ref_log_probs": True}, {"reference_model": None, "unread": {}}),
+        ("trl", {"subcommand": "orpo"}, {"loss": "plain", "sequences": 2, "reference_model": None}),
+        *(("axolotl", {"base_model": "m", **settings}, {"wide_ends": wide}) for settings, wide in (
+            ({}, True), ({"flash_attention": True}, False), ({"adapter": "lora", "lora_target_linear": True}, False),
+            ({"cut_cross_entropy": True}, False), ({"fsdp_version": 2}, False))),
+        *(("lightning", FSDP_OF_LIGHTNING | {"trainer.strategy.init_args.auto_wrap_policy": ["a.Block"],
+           f"trainer.strategy.init_args.{name}": ["a.Block"]}, {"checkpoint_ratio": 1, "unread": {}})
+          for name in ("activation_checkpointing", "activation_checkpointing_policy")),
+        *(("lightning", DDP | {f"trainer.strategy.init_args.{name}": value}, {"zero": 0, "unread": unread, "bucket_copy": copy})
+          for name, value, copy, unread in (
+            ("find_unused_parameters", True, None, {}), ("gradient_as_bucket_view", True, False, {}),
+            ("static_graph", True, None, {}), ("process_group_backend", "nccl", None, {}),
+            ("process_group_backend", "gloo", None, {"trainer.strategy.init_args.process_group_backend": "gloo"}),
+            ("ddp_comm_hook", "x.hook", None, {"trainer.strategy.init_args.ddp_comm_hook": "x.hook"}))),
+        ("litgpt", {"lora_r": 8, "lora_query": False, "lora_value": False, "checkpoint_dir": "m"},
+         {"unread": {"lora_query": False, "lora_value": False}}),
+        *(("litgpt", {"checkpoint_dir": path, "lora_r": 8}, {"model": "org/name"}) for path in (
+            "checkpoints/org/name", "/data/checkpoints/org/name/", "checkpoints/org/name/lit_model.pth")),
+        *(("nanotron", {"tokens.micro_batch_size": 1, **settings}, {"unread": unread}) for settings, unread in (
+            ({"model.dtype": "torch.bfloat16", "optimizer.adam_eps": 1e-8, "data.seed": 1}, {}),
+            ({"optimizer.torch_adam_is_fused": True}, {}),
+            ({"parallelism.tp_linear_async_communication": True, "optimizer.learning_rate": 1, "dtype": "bfloat16"}, {}),
+            ({"model.dtype": "float32"}, {"model.dtype": "float32"}))),
     ],
 )  # fmt: skip
 def test_settings_mean_what_their_framework_makes_of_them(framework, settings, values):
@@ -1153,7 +1288,7 @@ def test_a_torchtitan_option_with_no_switches_a_setting_off(folder):
          "--compile.enable_async_tensor_parallel activation_checkpoint:full", {"unread": {}, "notes": ()},
          {"overlap_tensor": True, "balanced_experts": True, "loss": "chunked"}),
         ("trl sft --model_name_or_path gpt2 --num_processes 4 --accelerate_config zero2", {"unread": {}, "devices": 4},
-         {"unsharded_gradients": False, "master_weights": "fp32"}),
+         {"unsharded_gradients": None, "master_weights": "fp32"}),
         ("trl sft --model_name_or_path gpt2 --accelerate_config mine", {"unread": {"accelerate_config": "mine"}}, {}),
         ("trl sft --model_name_or_path gpt2 --activation_offloading true", {"unread": {}}, {"offload_activations": True}),
         ("trl sft --model_name_or_path m", {}, {"loss": "chunked"}),
@@ -1261,3 +1396,25 @@ def test_another_kind_of_megatrons_models_is_told_by_words_of_its_script(command
     notes = read(f"python {command} {flags} --tensor-model-parallel-size 1 --max-position-embeddings 64").notes
     told = [note for note in notes if "another kind of model" in note]
     assert bool(told) is (kind is not None) and all(f"({kind})" in note for note in told)
+
+
+@pytest.mark.parametrize(
+    ("file", "zero", "offload", "unread"),
+    [
+        ("zero3_bf16.json", 3, "none", set()),
+        ("zero2.json", 2, "none", set()),
+        ("ds_z2_offload_config.json", 2, "optimizer", set()),
+        ("ds_z3_offload_config.json", 3, "optimizer", {"deepspeed"}),
+        ("zero3_bf16_cpuoffload_all.json", 3, "optimizer", set()),
+        ("stage3_offload_optim_config.json", 3, "optimizer", set()),
+        ("zero3_bf16_cpuoffload_params.json", 3, "none", {"zero_optimization.offload_param.device"}),
+    ],
+)
+def test_what_the_name_of_an_absent_engine_file_leaves_open_is_listed(file, zero, offload, unread):
+    found = read(f"python run_clm.py --bf16 --per_device_train_batch_size 1 --deepspeed configs/{file}")
+    assert (found.config["zero"], found.config.get("offload", "none")) == (zero, offload)
+    assert set(found.unread) == unread
+    assert any(f"{file} is not there; by its name it is ZeRO stage {zero}" in note for note in found.notes)
+    assert bool(found.conventions.get("offload_weights")) is (
+        file in ("zero3_bf16_cpuoffload_all.json", "ds_z3_offload_config.json")
+    )
