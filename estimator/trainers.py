@@ -204,7 +204,7 @@ def trainer_of(framework: str) -> Trainer:
 
 
 _ASSUMED: tuple[tuple[str, Any, str], ...] = (
-    ("parameter_dtype", None, "weights are kept in {}"),
+    ("parameter_dtype", None, "trained weights are kept in {}"),
     ("master_weights", None, "master weights in {}"),
     ("gradient_dtype", None, "gradients in {}"),
     ("pieces", True, "replicas keep pieces of the weights and gather them in 16 bits"),
@@ -227,7 +227,7 @@ _ASSUMED: tuple[tuple[str, Any, str], ...] = (
     ("balanced_experts", True, "all experts get equally many rows"),
     ("early_kernels", True, "kernels for Blackwell are those of libraries before November 2025"),
     ("flushed_samples", None, "pipelines drain after {} samples of a replica"),
-    ("bucket_copy", True, "gradient buckets are memory beside the gradients"),
+    ("bucket_copy", True, "replicas that are not sharded have gradient buckets beside the gradients"),
     ("reserved_memory", False, "the peak is of what is allocated, not of what the allocator reserved"),
     ("loss", "plain", "the loss upcasts logits by operators"),
     ("loss", "parallel", "the loss keeps fp32 logits, a part of the vocabulary on each rank"),

@@ -148,8 +148,17 @@ TARGET = Target(
 
 
 def prepare(reader: SettingsReader) -> None:
-    """Fills in the stage of DeepSpeedStrategy."""
-    if str(reader.get(_CLASS) or "").endswith("DeepSpeedStrategy"):
+    """Fills in the stage of DeepSpeedStrategy, unless it has a file, which replaces its other arguments."""
+    if not str(reader.get(_CLASS) or "").endswith("DeepSpeedStrategy"):
+        return
+    if reader.has(f"{_ARGUMENTS}config"):
+        replaced = [name for name in reader.settings if name.startswith(_ARGUMENTS) and name != f"{_ARGUMENTS}config"]
+        reader.note(
+            f"DeepSpeedStrategy takes its file alone: {', '.join(replaced) or 'no argument'} has no effect beside it"
+        )
+        for name in replaced:
+            reader.override(name, None)
+    else:
         reader.set(f"{_ARGUMENTS}stage", 2)
 
 

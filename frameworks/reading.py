@@ -17,6 +17,7 @@ from .framework import (
     OpenedFile,
     Settings,
     SettingsReader,
+    as_flag,
     file_kind,
     flattened,
     harmless_settings,
@@ -175,7 +176,14 @@ def _with_files(
             own_settings |= {f"fsdp_config.{key}": field_value for key, field_value in _inline(name, value).items()}
             own_settings[name] = OpenedFile(value)
         kind = file_kind(name)
-        if kind is None or folder is None or not isinstance(value, str) or not value.endswith(SUFFIXES[:4]):
+        if kind == "deepspeed" and isinstance(value, str) and value.lstrip().startswith("{"):
+            sources.append(_source(kind, _inline(name, value), where, "json"))
+            own_settings[name] = OpenedFile(value)
+            continue
+        if kind is None or folder is None or not isinstance(value, str) or "$" in value:
+            continue
+        # DeepSpeed takes a file of any name.
+        if not value.endswith(SUFFIXES[:4]) and (kind != "deepspeed" or as_flag(value) is not None):
             continue
         file = next((candidate for candidate in (Path(value), folder / value) if candidate.is_file()), None)
         if file is None:
@@ -211,7 +219,7 @@ def _with_files(
 
 def _offloaded_by_name(stem: str, stage: int) -> tuple[list[str], bool]:
     """What a file of DeepSpeed offloads according to its name, and False if the name leaves that open."""
-    if "offload" not in stem:
+    if "offload" not in stem or re.search(r"(no|without)[-_]?(cpu[-_]?)?offload", stem):
         return [], True
     named = [part for part, word in (("optimizer", "optim"), ("param", "param")) if word in stem or "_all" in stem]
     return named or (["optimizer", "param"] if stage == 3 else ["optimizer"]), bool(named) or stage < 3
@@ -375,7 +383,11 @@ def _read_command(
     dashes = [word for word in command[1:] if word.startswith("-") and not _is_negative(word)]
     if by_program is not None and settings and not dashes and not by_program.assigns:
         by_program = None  # its programs take flags; one of that name that takes assignments is another's
-    framework = None if _other(settings) is not None else by_program or _recognised(settings)
+    # The program as a setting, which signs of other trainers have.
+    named_settings = settings | {f"program.{Path(word).name}": True for word in words[:1]}
+    if chosen is None and _other(named_settings) is not None:
+        raise UsageError(_unrecognised(words, named_settings))
+    framework = by_program or _recognised(settings)
     for key in [key_name for key_name in settings if plain(key_name) in ("c", "config", "config_file")]:
         config_file = settings[key]
         if isinstance(config_file, str) and config_file.endswith(SUFFIXES[:4]):

@@ -253,6 +253,9 @@ def read(reader: SettingsReader) -> None:
     every = reader.whole(_EVERY)
     if every and reader.knobs.get("checkpoint_ratio"):
         reader.knobs["checkpoint_ratio"] = 1 / every
+    if reader.flag("bf16") and reader.flag("fp16"):
+        reader.knobs["precision"] = "bf16"
+        reader.note("bf16 and fp16 are both true, which transformers refuses: bf16 is estimated")
     if loads_narrow(reader) and not (reader.knobs.get("precision") == "bf16" and reader.knobs.get("zero", 0) >= 2):
         reader.conventions["precision"] = "bf16_pure"
     read_optimizer(reader, "optim", "optimizer")

@@ -12,7 +12,7 @@ from ..base.errors import UsageError
 from ..knobs.strategy import DEGREES, STANDARD, Strategy
 from ..knobs.text import config_text
 from ..space import Config
-from .framework import Framework, Settings, SettingsReader, is_off, nested, plain, same_setting, text_of
+from .framework import Framework, Settings, SettingsReader, is_off, nested, plain, same_setting, settings_of, text_of
 from .registry import find_framework
 
 
@@ -321,6 +321,7 @@ def combined(sources: Sequence[SettingsSource], launcher_facts: Mapping[str, Any
     combined_sources: list[SettingsSource] = []
     together: dict[str, dict[str, Any]] = {}
     alone: dict[str, SettingsReader | None] = {}
+    readings: dict[str, SettingsReader] = {}
     for source in sources:
         # Options of a command replace settings of its file, and both have the same defaults.
         earlier = together.pop(source.framework, {})
@@ -332,7 +333,7 @@ def combined(sources: Sequence[SettingsSource], launcher_facts: Mapping[str, Any
         alone[source.framework] = None if source.framework in alone else reading
         combined_sources.append(replace(source, stated=frozenset(reading.knobs)))
     for name, settings in together.items():
-        reading = alone[name] or find_framework(name).reading(settings, sources[-1].where)
+        reading = readings[name] = alone[name] or find_framework(name).reading(settings, sources[-1].where)
         knobs |= {knob: value for knob, value in reading.knobs.items() if knob not in reading.defaults}
         default_knobs |= {knob: value for knob, value in reading.knobs.items() if knob in reading.defaults}
         defaults |= reading.defaults
@@ -350,6 +351,8 @@ def combined(sources: Sequence[SettingsSource], launcher_facts: Mapping[str, Any
         name: value for name, value in launcher_facts.items() if value is not None and name not in ("notes", "unread")
     }
     facts |= beside | {"unset": {**beside.get("unset", {}), **facts.get("unset", {})}}
+    if "deepspeed" in readings and settings_of(main.name).get("builds_on", main.name) == "trainer":
+        notes += _refused_by_trainer(readings["deepspeed"], readings[main.name], main, facts.get("devices"))
     if facts.pop("hybrid", False) and (host := facts.get("per_host")) and facts.get("devices", 0) > host:
         knobs["hsdp"] = facts["devices"] // host
     if "dp" in knobs and "devices" not in facts:
@@ -370,6 +373,25 @@ def combined(sources: Sequence[SettingsSource], launcher_facts: Mapping[str, Any
         sources=tuple(combined_sources),
         **{member.name: facts[member.name] for member in fields(TrainerConfig) if member.name in facts},
     )
+
+
+def _refused_by_trainer(
+    engine: SettingsReader, reader: SettingsReader, trainer: Framework, devices: int | None
+) -> list[str]:
+    """Notes on settings of DeepSpeed's file that transformers.Trainer refuses, because its own arguments have other values
+    (transformers/integrations/deepspeed.py, `trainer_config_process`)."""
+    own = {**trainer.defaults, **reader.knobs}
+    expected = {
+        "train_micro_batch_size_per_gpu": own["micro_batch"],
+        "gradient_accumulation_steps": own["grad_accum"],
+        "train_batch_size": None if devices is None else own["micro_batch"] * own["grad_accum"] * devices,
+        **{f"{half}.enabled": own["precision"] == half for half in ("bf16", "fp16")},
+    }
+    return [
+        f"{key} = {engine.get(key)} of {engine.where}: the Trainer refuses it, as its own arguments come to {value} (`auto`)"
+        for key, value in expected.items()
+        if value is not None and engine.has(key) and not same_setting(engine.get(key), value)
+    ]
 
 
 def _is_replaced(name: str, earlier: Settings, later: Settings) -> bool:

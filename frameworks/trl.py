@@ -23,9 +23,8 @@ def _prepare(reader: SettingsReader) -> None:
     loss = str(reader.get("loss_type") or "")
     matching = [kind for kind, signs in kinds.items() if loss in signs or any(map(reader.has, signs))]
     if not matching and not reader.has(SUBCOMMAND):
-        reader.facts["unset"] = {
-            "the command trl STAGE --config FILE": f"a stage of TRL: {', '.join(sorted(kinds))}, ..."
-        }
+        stages = ", ".join(settings_of("trl")["stages"][:8])
+        reader.facts["unset"] = {"the command trl STAGE --config FILE": f"the stage, {stages}"}
     reader.set(SUBCOMMAND, next(iter(matching), "sft"))
     reader.set("gradient_checkpointing", True)
     if not reader.flag("fp16"):

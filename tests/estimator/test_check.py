@@ -429,6 +429,8 @@ def test_a_stage_that_a_file_of_trl_leaves_open_is_asked_for(tmp_path):
     (tmp_path / "orpo.yaml").write_text(
         "model_name_or_path: gpt2\nper_device_train_batch_size: 1\nbeta: 0.05\nmax_prompt_length: 128\nbf16: true\n"
     )
-    with pytest.raises(UsageError, match="a stage of TRL: dpo, grpo, .*: give the command trl STAGE --config FILE$"):
+    with pytest.raises(
+        UsageError, match=r"the stage, sft, dpo, .*orpo, cpo\): give the command trl STAGE --config FILE$"
+    ):
         check(read(tmp_path / "orpo.yaml"), "a100-80gb", devices=1)
     assert check(read(f"trl orpo --config {tmp_path}/orpo.yaml"), "a100-80gb", devices=1).trainer.sequences == 2

@@ -900,6 +900,8 @@ UNREAD = (
             ("static_graph", True, None, {}), ("process_group_backend", "nccl", None, {}),
             ("process_group_backend", "gloo", None, {"trainer.strategy.init_args.process_group_backend": "gloo"}),
             ("ddp_comm_hook", "x.hook", None, {"trainer.strategy.init_args.ddp_comm_hook": "x.hook"}))),
+        *((name, {"bf16": True, "fp16": True}, {"precision": "bf16"}) for name in ("trainer", "trl", "axolotl")),
+        ("litgpt", {"model_name": "pythia-160m", "train.max_seq_length": 8}, {"model": "EleutherAI/pythia-160m"}),
         ("litgpt", {"lora_r": 8, "lora_query": False, "lora_value": False, "checkpoint_dir": "m"},
          {"unread": {"lora_query": False, "lora_value": False}}),
         *(("litgpt", {"checkpoint_dir": path, "lora_r": 8}, {"model": "org/name"}) for path in (
@@ -1418,3 +1420,38 @@ def test_what_the_name_of_an_absent_engine_file_leaves_open_is_listed(file, zero
     assert bool(found.conventions.get("offload_weights")) is (
         file in ("zero3_bf16_cpuoffload_all.json", "ds_z3_offload_config.json")
     )
+
+
+def test_a_file_of_deepspeed_replaces_arguments_of_lightnings_strategy(folder):
+    (folder / "ds.conf").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    strategy = "{class_path: x.DeepSpeedStrategy, init_args: {stage: 3, offload_optimizer: true, config: ds.conf}}"
+    (folder / "l.yaml").write_text(LIGHTNING.format(precision="bf16-mixed", strategy=strategy))
+    found = read("python main.py fit -c l.yaml")
+    assert (found.config["zero"], found.config.get("offload", "none")) == (1, "none")
+    assert any("stage, " in note and "has no effect beside it" in note for note in found.notes) and not found.unread
+
+
+@pytest.mark.parametrize("engine", ["ds.conf", json.dumps({"zero_optimization": {"stage": 3}})])
+def test_a_configuration_of_deepspeed_may_have_any_ending_or_be_in_the_command(folder, engine):
+    (folder / "ds.conf").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    command = f"accelerate launch --use_deepspeed --num_processes 8 --deepspeed_config_file {shlex.quote(engine)} t.py"
+    assert read(command).config["zero"] == 3
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "refused"),
+    [
+        ({"train_micro_batch_size_per_gpu": 2}, "--bf16", ["train_micro_batch_size_per_gpu = 2"]),
+        ({"gradient_accumulation_steps": 4}, "--bf16 --gradient_accumulation_steps 4", []),
+        ({"train_batch_size": 64}, "--bf16", []),
+        ({"train_batch_size": 32}, "--bf16", ["train_batch_size = 32"]),
+        ({"bf16": {"enabled": True}}, "", ["bf16.enabled = True"]),
+        ({"bf16": {"enabled": "auto"}, "gradient_accumulation_steps": "auto"}, "", []),
+    ],
+)
+def test_settings_of_the_engine_that_the_trainer_refuses_are_named(folder, engine, options, refused):
+    """transformers compares DeepSpeed's file with its own arguments, of which 8 samples and 1 micro-batch are the defaults."""
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **engine}))
+    found = read(f"torchrun --nproc-per-node 8 run_clm.py --config_name gpt2 --deepspeed ds.json {options}")
+    notes = [note for note in found.notes if "the Trainer refuses it" in note]
+    assert len(notes) == len(refused) and all(note.startswith(text) for note, text in zip(notes, refused))

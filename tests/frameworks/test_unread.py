@@ -138,6 +138,10 @@ def test_options_of_a_users_script_beside_a_known_engine_are_listed(tmp_path):
         ),
         ("python run_clm_no_trainer.py --per_device_train_batch_size 4", "--framework NAME names the trainer"),
         ("MODULE=llama3 ./run_train.sh", "--framework NAME names the trainer"),
+        ("nemo llm pretrain --factory llama3_8b trainer.devices=8", "settings of NeMo 2"),
+        ("tune run --nproc_per_node 2 lora_finetune_distributed --config llama3/8B_lora", "settings of torchtune"),
+        ("composer train.py mpt-125m.yaml", "settings of LLM Foundry"),
+        ("accelerate launch --num_processes 8 finetune.py --dataset_mixer_list x 1.0", "settings of open-instruct"),
     ],
 )
 def test_a_command_without_a_sign_of_one_trainer_is_refused(command, says):
@@ -223,6 +227,9 @@ def test_what_is_on_by_default_is_not_without_effect_if_it_is_off(tmp_path):
     (tmp_path / "n.yaml").write_text(f"{optimizer}tokens: {{micro_batch_size: 1, use_x: false}}\n")
     trainer = read(tmp_path / "n.yaml")
     assert without(trainer) == ("optimizer.accumulate_grad_in_fp32=False",) and trainer.unread_off == ["tokens.use_x"]
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}))
+    live = "zero_optimization.stage3_max_live_parameters"
+    assert without(read(tmp_path / "ds.json")) == (live,), "0 is not its default, but keeps nothing"
 
 
 def test_settings_that_say_what_is_estimated_are_not_listed():
