@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import UsageError, WorkloadError, unknown
+from ..frameworks.framework import SettingsReader
 from ..frameworks.registry import find_framework
 from ..frameworks.trainer_config import TrainerConfig
 from ..knobs.rules import RULES, RuleContext, refusal
@@ -360,8 +361,6 @@ def _findings(predictor: Predictor, estimate: Estimate, hardware: Hardware, fast
 
 def _setting(trainer: TrainerConfig, knob: str) -> str:
     """A knob's value as the file writes it."""
-    from ..frameworks.framework import SettingsReader
-
     value = trainer.config[knob]
     default = config_text({knob: value})
     for source in trainer.sources:

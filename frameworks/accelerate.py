@@ -18,6 +18,7 @@ from .common import (
     note_pure_bf16,
     note_reduction,
     note_tf32,
+    read_one_unit,
 )
 from .export_input import PORT, ExportInput, Target, as_yaml
 from .framework import SettingsReader, file_keys, framework_of, knob_table, nested, text_of
@@ -257,8 +258,11 @@ def read(reader: SettingsReader) -> None:
     if reader.knobs.get("checkpoint_ratio") == 0:
         del reader.knobs["checkpoint_ratio"]  # a trainer's own checkpointing is not switched off by FSDP's
     engine = reader.get("distributed_type")
-    if engine == "FSDP":
-        _read_wrapping(reader)
+    policy = str(reader.get(_WRAP) or "NO_WRAP").upper()
+    if policy == "SIZE_BASED_WRAP":
+        reader.misunderstood(_WRAP)
+    elif policy == "NO_WRAP" and engine == "FSDP":
+        read_one_unit(reader, f"by {_WRAP} = NO_WRAP{'' if reader.has(_WRAP) else ', the default,'}")
     if engine == "MEGATRON_LM":
         for knob in ("tp", "pp"):
             if (degree := reader.whole(f"megatron_lm_config.megatron_lm_{knob}_degree")) is not None:
@@ -273,20 +277,6 @@ def read(reader: SettingsReader) -> None:
         reader.facts["devices"] = processes
     if (machines := reader.whole("num_machines")) is not None and processes:
         reader.facts["per_host"] = max(1, processes // machines)
-
-
-def _read_wrapping(reader: SettingsReader) -> None:
-    """Reads the units of FSDP. Without a policy the model is one unit, whose weights and gradients are whole at once."""
-    policy = str(reader.get(_WRAP) or "NO_WRAP").upper()
-    if policy == "SIZE_BASED_WRAP":
-        reader.misunderstood(_WRAP)
-    elif policy == "NO_WRAP" and reader.knobs.get("zero", 0) >= 2:
-        reader.knobs["zero"] = 2
-        reader.facts["one_unit"] = True
-        default = "" if reader.has(_WRAP) else ", the default,"
-        reader.note(
-            f"{_WRAP} = NO_WRAP{default} makes the model one unit: all weights and gradients of a step are whole at once"
-        )
 
 
 def cannot(knob: str, strategy: Strategy, reader: SettingsReader) -> bool:

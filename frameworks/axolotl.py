@@ -115,6 +115,8 @@ def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
 def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the replicas, if the file has them, and the plugin of the kernels."""
     settings: dict[str, Any] = {}
+    if strategy.kernels and reader.has("rl") and not reader.flag(_LIGER):
+        raise LookupError("kernels")  # its fused losses have no effect beside rl
     if reader.has("dp_shard_size"):
         settings["dp_shard_size"] = strategy.dp // strategy.hsdp
     if strategy.kernels and not reader.flag("cut_cross_entropy"):
@@ -124,11 +126,4 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return settings
 
 
-def cannot(knob: str, strategy: Strategy, reader: SettingsReader) -> bool:
-    """True for fused losses beside `rl`, which takes logits from the model."""
-    return knob == "kernels" and reader.has("rl")
-
-
-FRAMEWORK = framework_of(
-    "axolotl", KNOBS, conventions=_conventions, prepare=_prepare, read=read, write=write, cannot=cannot
-)
+FRAMEWORK = framework_of("axolotl", KNOBS, conventions=_conventions, prepare=_prepare, read=read, write=write)

@@ -275,6 +275,14 @@ def _reads_projection(reader: SettingsReader, rank: int) -> bool:
     return False
 
 
+def read_one_unit(reader: SettingsReader, why: str) -> None:
+    """Reads FSDP without a wrapping policy: the model is one unit, whose weights and gradients are whole at once."""
+    if reader.knobs.get("zero", 0) >= 2:
+        reader.knobs["zero"] = 2
+        reader.facts["one_unit"] = True
+        reader.note(f"{why} the model is one unit: all weights and gradients of a step are whole at once")
+
+
 def read_stage(
     reader: SettingsReader, key: str, shown: str = "", *, reference: bool | None = None, fuses_loss: bool = False
 ) -> None:

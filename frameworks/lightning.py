@@ -16,6 +16,7 @@ from .common import (
     note_reduction,
     note_tf32,
     optimizer_text,
+    read_one_unit,
     read_optimizer,
     torch_optimizer,
 )
@@ -171,7 +172,8 @@ def read(reader: SettingsReader) -> None:
         reader.conventions["bucket_copy"] = False
     if "fsdp" in name.lower():
         reader.knobs.setdefault("zero", 3)
-        _read_wrapping(reader)
+        if reader.get(f"{_ARGUMENTS}auto_wrap_policy") is None:
+            read_one_unit(reader, "without auto_wrap_policy, unless configure_model() of your module wraps layers,")
         if reader.flag(f"{_ARGUMENTS}cpu_offload") or name.endswith("cpu_offload"):
             reader.conventions["offload_weights"] = True  # FSDP's CPUOffload, of shards of weights and gradients
     if "HYBRID" in str(reader.get(f"{_ARGUMENTS}sharding_strategy")).upper():
@@ -200,17 +202,6 @@ def read(reader: SettingsReader) -> None:
     devices, hosts = reader.whole("trainer.devices"), reader.whole("trainer.num_nodes") or 1
     if devices is not None:
         reader.facts |= {"devices": devices * hosts, "per_host": devices}
-
-
-def _read_wrapping(reader: SettingsReader) -> None:
-    """Reads the units of FSDP. Without a policy Lightning wraps the whole module, unless configure_model() has wrapped layers."""
-    if reader.get(f"{_ARGUMENTS}auto_wrap_policy") is None and reader.knobs["zero"] >= 2:
-        reader.knobs["zero"] = 2
-        reader.facts["one_unit"] = True
-        reader.note(
-            "without auto_wrap_policy the model is one unit, unless configure_model() of your module wraps its layers: all "
-            "weights and gradients of a step are whole at once"
-        )
 
 
 def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:

@@ -33,12 +33,8 @@ def read(reader: SettingsReader) -> None:
     """
     command = str(reader.get("subcommand") or "pretrain")
     finetunes = command.startswith("finetune")
-    if (name := reader.facts.get("model")) is not None:
-        # as `litgpt download` places a model of the hub
-        name = name.rpartition("checkpoints/")[2].removesuffix("/").removesuffix("/lit_model.pth")
-        organisations = settings_of("litgpt")["organisations"].items()
-        owner = next((owner for start, owner in organisations if name.lower().startswith(start)), None)
-        reader.facts["model"] = f"{owner}/{name}" if owner and "/" not in name and not Path(name).exists() else name
+    if (name := reader.facts.get("model")) is not None:  # as `litgpt download` places a model of the hub
+        reader.facts["model"] = name.rpartition("checkpoints/")[2].removesuffix("/").removesuffix("/lit_model.pth")
     if not reader.stated("subcommand"):
         reader.note(f"the subcommand is taken to be {command}")
     reader.default("micro_batch", 1 if finetunes else 4)

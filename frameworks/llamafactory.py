@@ -1,7 +1,5 @@
 """LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; arguments of the Trainer, and some of its own."""
 
-from typing import Any
-
 from ..knobs.strategy import Strategy
 from .common import read_copied, read_lora, read_quantized, read_stage
 from .framework import SettingsReader, framework_of, knob_table, number
@@ -11,7 +9,7 @@ from .trainer import (
     option,
     prepare as prepare_trainer,
     read as read_trainer,
-    write as write_trainer,
+    write,
 )
 
 KNOBS = knob_table("llamafactory", TRAINER)
@@ -126,24 +124,8 @@ def _read_blocks_in_turn(reader: SettingsReader) -> None:
 
 
 def cannot(knob: str, strategy: Strategy, reader: SettingsReader) -> bool:
-    """True for what its files leave to another engine's, and for what version 1 lacks."""
-    return (knob in ("zero", "offload") and not reader.has("fsdp")) or (
-        _is_v1(reader) and knob in ("fusion", "kernels", "fused_optimizer", "attention", "precision")
-    )
-
-
-def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
-    """Writes a share of checkpointed blocks; in version 1's files all or none, and the global batch."""
-    if not _is_v1(reader):
-        return write_trainer(strategy, reader)
-    if strategy.checkpoint_ratio not in (0, 1):
-        raise LookupError("checkpoint_ratio")
-    settings: dict[str, Any] = {"disable_gradient_checkpointing": None, "gradient_accumulation_steps": None}
-    settings |= {"per_device_train_batch_size": None, "micro_batch_size": strategy.micro_batch}
-    settings["enable_activation_checkpointing"] = strategy.checkpoint_ratio == 1
-    if reader.has("global_batch_size") or strategy.grad_accum > 1:
-        settings["global_batch_size"] = strategy.micro_batch * strategy.grad_accum * strategy.dp
-    return settings
+    """True for what its files leave to another engine's, and for files of version 1."""
+    return (knob in ("zero", "offload") and not reader.has("fsdp")) or _is_v1(reader)
 
 
 FRAMEWORK = framework_of(

@@ -21,9 +21,6 @@ def read(reader: SettingsReader) -> None:
     if replicas is not None:
         reader.knobs["dp"] = replicas * reader.knobs.get("ep", 1)
     read_optimizer(reader, "optimizer.optimizer_factory.name", "optimizer.name")
-    for name in ("model.dtype", "dtype", "general.dtype"):
-        if str(reader.get(name) or "bfloat16").rpartition(".")[2] not in ("bfloat16", "bf16"):
-            reader.misunderstood(name)
     if (mode := reader.get(_MODE)) is not None:
         reader.knobs["sequence_parallel"] = str(mode).upper() == "REDUCE_SCATTER"
     sizes = {name: reader.get(_MODEL + name) for name in _SIZES}

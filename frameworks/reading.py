@@ -156,6 +156,7 @@ def _recognised(settings: Settings) -> Framework | None:
 
 
 _STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
+_OFFLOADS = re.compile(r"(?<!no)(?<!no[-_])offload", re.IGNORECASE)
 
 
 def _with_files(
@@ -176,10 +177,6 @@ def _with_files(
             own_settings |= {f"fsdp_config.{key}": field_value for key, field_value in _inline(name, value).items()}
             own_settings[name] = OpenedFile(value)
         kind = file_kind(name)
-        if kind == "deepspeed" and isinstance(value, str) and value.lstrip().startswith("{"):
-            sources.append(_source(kind, _inline(name, value), where, "json"))
-            own_settings[name] = OpenedFile(value)
-            continue
         if kind is None or folder is None or not isinstance(value, str) or "$" in value:
             continue
         # DeepSpeed takes a file of any name.
@@ -190,15 +187,19 @@ def _with_files(
             stage = _STAGE.search(Path(value).stem)
             if kind != "deepspeed" or stage is None:
                 raise UsageError(f"{where}: the file {value} of {name} is not there")
-            offloaded, is_sure = _offloaded_by_name(Path(value).stem.lower(), int(stage[1]))
+            offloads, stem = _OFFLOADS.search(Path(value).stem), Path(value).stem.lower()
+            words = {"optimizer": ("optim", "_all"), "param": ("param", "_all")} if offloads else {}
+            offloaded = [part for part, signs in words.items() if any(sign in stem for sign in signs)]
+            if offloads and not offloaded:
+                offloaded = ["optimizer", "param"] if stage[1] == "3" else ["optimizer"]
+                if stage[1] == "3":
+                    facts["unread"] = {name: value}  # weights may be offloaded or not
             offload = {f"zero_optimization.offload_{part}.device": "cpu" for part in offloaded}
             parts_text = f" with offloaded {' and '.join(offloaded)}" if offloaded else ""
             facts["notes"].append(
                 f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}{parts_text}, and what else it sets is "
                 "not known"
             )
-            if not is_sure:
-                facts["unread"] = {name: value}
             file_settings = {"zero_optimization.stage": int(stage[1]), **offload}
             own_settings[name] = OpenedFile(value)
         else:
@@ -215,14 +216,6 @@ def _with_files(
     facts["notes"] += [f"{variable} is not set: what it adds to the command is not known" for variable in unknown]
     sources.append(_source(framework.name, own_settings, where, form))
     return sources, facts
-
-
-def _offloaded_by_name(stem: str, stage: int) -> tuple[list[str], bool]:
-    """What a file of DeepSpeed offloads according to its name, and False if the name leaves that open."""
-    if "offload" not in stem or re.search(r"(no|without)[-_]?(cpu[-_]?)?offload", stem):
-        return [], True
-    named = [part for part, word in (("optimizer", "optim"), ("param", "param")) if word in stem or "_all" in stem]
-    return named or (["optimizer", "param"] if stage == 3 else ["optimizer"]), bool(named) or stage < 3
 
 
 def _without_variables(

@@ -128,8 +128,6 @@ class TrainerConfig:
 
     def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the conventions for another configuration of this training."""
-        if not self.sources:
-            return dict(self.conventions)
         facts = {name: getattr(self, name) for name in ("lora", "loaded_dtype", "adapter_dtype")}
         return _conventions(self.sources, config, facts, self.explicit_conventions)
 
@@ -190,17 +188,9 @@ class TrainerConfig:
         """The knobs, with neutral values for missing ones."""
         return Strategy.of(self.config)
 
-    def changes(self, config: Mapping[str, Any]) -> tuple[Change, ...] | None:
-        """Returns the lines to change for another configuration on the same devices, in the order of the files.
-
-        Returns:
-            None if the frameworks cannot express it, or if the changed lines would be read as something else.
-        """
-        edit = self.changed(config)
-        return None if edit is None else edit[0]
-
     def changed(self, config: Mapping[str, Any]) -> "tuple[tuple[Change, ...], TrainerConfig] | None":
-        """The lines of `changes`, and the training as it is read with them."""
+        """The lines to change for another configuration on the same devices, in the order of the files, and the training as it is
+        read with them; None if the frameworks cannot express it, or if the lines would be read as something else."""
         new, old = Strategy.of(config), self.strategy()
         knobs = {member.name for member in fields(Strategy) if getattr(new, member.name) != getattr(old, member.name)}
         fixed = {knob: getattr(new, knob) for knob in self.given}
@@ -320,20 +310,19 @@ def combined(sources: Sequence[SettingsSource], launcher_facts: Mapping[str, Any
     notes: list[str] = list(launcher_facts.get("notes", ()))
     combined_sources: list[SettingsSource] = []
     together: dict[str, dict[str, Any]] = {}
-    alone: dict[str, SettingsReader | None] = {}
     readings: dict[str, SettingsReader] = {}
     for source in sources:
         # Options of a command replace settings of its file, and both have the same defaults.
-        earlier = together.pop(source.framework, {})
-        together[source.framework] = {
-            **{name: value for name, value in earlier.items() if not _is_replaced(name, earlier, source.settings)},
-            **source.settings,
+        framework, earlier = find_framework(source.framework), together.get(source.framework, {})
+        earlier_settings = {
+            name: value for name, value in earlier.items() if not _is_replaced(name, earlier, source.settings)
         }
-        reading = find_framework(source.framework).reading(source.settings, source.where)
-        alone[source.framework] = None if source.framework in alone else reading
+        settings = together[framework.name] = {**earlier_settings, **source.settings}
+        reading = framework.reading(source.settings, source.where)
         combined_sources.append(replace(source, stated=frozenset(reading.knobs)))
-    for name, settings in together.items():
-        reading = readings[name] = alone[name] or find_framework(name).reading(settings, sources[-1].where)
+        readings.pop(framework.name, None)
+        readings[framework.name] = framework.reading(settings, sources[-1].where) if earlier else reading
+    for reading in readings.values():
         knobs |= {knob: value for knob, value in reading.knobs.items() if knob not in reading.defaults}
         default_knobs |= {knob: value for knob, value in reading.knobs.items() if knob in reading.defaults}
         defaults |= reading.defaults

@@ -59,7 +59,7 @@ def stated(run: Run, config: Mapping[str, Any]) -> TrainerConfig:
         seq_len=length,
         global_batch=int(config["micro_batch"]) * int(config["dp"]) * int(config["grad_accum"]),
         devices=run.devices_of(config),
-        conventions={**trainer.setup, **setup},
+        explicit_conventions={**trainer.setup, **setup},
     )
 
 

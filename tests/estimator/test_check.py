@@ -328,7 +328,7 @@ def test_a_model_that_is_one_unit_of_fsdp_has_whole_weights_and_gradients(tmp_pa
         peaks[policy] = found.estimate.peak_memory_mib
         assert ("in one unit" in str(found.facts)) is (policy == "NO_WRAP")
         if policy == "NO_WRAP":
-            changes = found.trainer.changes({**found.trainer.config, "zero": 3})
+            changes = found.trainer.changed({**found.trainer.config, "zero": 3})[0]
             assert "fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}" in {change.text for change in changes}
     whole = 124_439_808 * 2 / 2**20
     assert peaks["NO_WRAP"] - peaks["TRANSFORMER_BASED_WRAP"] > 1.2 * whole
@@ -347,8 +347,8 @@ def test_a_change_is_surely_faster_and_has_no_idle_setting():
         assert each.gain > GAIN and knobs
         for knob in knobs - {"tp", "pp", "micro_batch"}:
             fewer = {**each.config, knob: found.trainer.config.get(knob)}
-            lines = found.trainer.changes({name: value for name, value in fewer.items() if value is not None})
-            assert lines is None or each.changes != lines
+            edit = found.trainer.changed({name: value for name, value in fewer.items() if value is not None})
+            assert edit is None or each.changes != edit[0]
 
 
 def test_a_change_that_others_bring_back_ends_the_search_for_idle_ones():

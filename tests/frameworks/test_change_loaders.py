@@ -214,18 +214,6 @@ def test_llamafactory_takes_changes_of_its_file_and_of_its_command(tmp_path, mon
         assert model.disable_gradient_checkpointing is True
 
 
-def test_llamafactory_takes_changes_of_version_1s_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
-    from llamafactory.v1.config.training_args import TrainingArguments
-
-    path = written(
-        tmp_path / "sft.yaml", {"model": "gpt2", "model_class": "llm", "micro_batch_size": 2, "cutoff_len": 512}
-    )
-    document = changed(path, {"micro_batch": 1, "grad_accum": 2, "checkpoint_ratio": 0})
-    made = TrainingArguments(**{name: document[name] for name in document if name not in ("model", "model_class")})
-    assert (made.micro_batch_size, made.global_batch_size, made.enable_activation_checkpointing) == (1, 16, False)
-
-
 AXOLOTL = {
     "base_model": "gpt2", "datasets": [{"path": "x", "type": "alpaca"}], "sequence_len": 512, "sample_packing": True,
     "micro_batch_size": 4, "gradient_accumulation_steps": 2, "bf16": "auto", "gradient_checkpointing": True,
