@@ -71,13 +71,13 @@ def read(reader: SettingsReader) -> None:
     # (loaders/model.py, `_configure_embedding_dtypes`).
     narrows = str(reader.knobs.get("attention", "sdpa")) not in ("sdpa", "eager") or reader.flag("cut_cross_entropy")
     reader.facts["wide_ends"] = not (adapter or narrows or reader.knobs.get("zero"))
+    _read_plugins(reader)
     if reader.has("rl") and reader.knobs.get("kernels"):  # labels, which its fused losses need, are not passed on
         reader.knobs["kernels"] = any(map(reader.flag, ("liger_rms_norm", "liger_glu_activation")))
     reference = adapter is None and not reader.flag("precompute_ref_log_probs")
     read_stage(reader, "rl", reference=reference, fuses_loss=reader.flag("dpo_use_liger_kernel") or False)
     if reader.has("rl") and reader.flag("dpo_use_liger_kernel"):
         reader.conventions["loss"] = "chunked"
-    _read_plugins(reader)
     if str(reader.get("gradient_checkpointing")).startswith(("offload", "unsloth")):
         reader.note(
             f"gradient_checkpointing = {reader.get('gradient_checkpointing')}: kept activations are taken to stay on the device"
@@ -94,16 +94,17 @@ def read(reader: SettingsReader) -> None:
 
 
 def _read_plugins(reader: SettingsReader) -> None:
-    """Kernels of a plugin that the file does not name are not there."""
-    listed = reader.get("plugins")
-    plugins = [str(plugin) for plugin in (listed if isinstance(listed, list) else [listed] if listed else [])]
-    for setting, plugin in _PLUGINS.items():
-        if reader.flag(setting) and not any(plugin.rpartition(".")[2] == name.rpartition(".")[2] for name in plugins):
-            reader.note(f"{setting} has no effect without plugins: [{plugin}]")
-            reader.knobs["kernels"] = False
-    # A plugin switches on what its settings say; without one, cut cross-entropy is on.
-    handled = {plugin.rpartition(".")[2] for plugin in _PLUGINS.values()}
-    if any(name.rpartition(".")[2] not in handled for name in plugins):
+    """Reads fused losses, which their plugins have: Liger's if it is switched on, cut cross-entropy unless it is off."""
+    listed = reader.get("plugins") or []
+    names = {str(plugin).rpartition(".")[2] for plugin in (listed if isinstance(listed, list) else [listed])}
+    known_plugins = {setting: plugin.rpartition(".")[2] for setting, plugin in _PLUGINS.items()}
+    reader.knobs.pop("kernels", None)
+    for setting, name in known_plugins.items():
+        if reader.flag(setting) and name not in names:
+            reader.note(f"{setting} has no effect without plugins: [{_PLUGINS[setting]}]")
+        if name in names and (reader.flag(setting) or (setting != _LIGER and reader.flag(setting) is None)):
+            reader.knobs["kernels"] = True
+    if names - {*known_plugins.values()}:
         reader.misunderstood("plugins")
 
 

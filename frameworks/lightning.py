@@ -199,7 +199,9 @@ def read(reader: SettingsReader) -> None:
     if reader.get(*(f"{_ARGUMENTS}activation_checkpointing{name}" for name in ("_policy", ""))) is not None:
         reader.knobs["checkpoint_ratio"] = 1
     read_optimizer(reader, "optimizer.class_path", "optimizer")
-    devices, hosts = reader.whole("trainer.devices"), reader.whole("trainer.num_nodes") or 1
+    listed = reader.get("trainer.devices")
+    devices = len(listed) if isinstance(listed, list) else reader.whole("trainer.devices")
+    hosts = reader.whole("trainer.num_nodes") or 1
     if devices is not None:
         reader.facts |= {"devices": devices * hosts, "per_host": devices}
 

@@ -1,5 +1,6 @@
 """TRL: `trl sft --config FILE`, its scripts and their YAML; arguments of the Trainer, and some of its own."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ _FUSED = ("sft", "dpo", "kto", *_GENERATES)
 def _prepare(reader: SettingsReader) -> None:
     """Fills in TRL's defaults (trl/trainer/base_config.py)."""
     kinds: dict[str, list[str]] = settings_of("trl")["kinds"]
-    loss = str(reader.get("loss_type") or "")
-    matching = [kind for kind, signs in kinds.items() if loss in signs or any(map(reader.has, signs))]
+    losses = re.findall(r"\w+", str(reader.get("loss_type") or ""))
+    matching = [kind for kind, signs in kinds.items() if set(losses) & {*signs} or any(map(reader.has, signs))]
     if not matching and not reader.has(SUBCOMMAND):
         stages = ", ".join(settings_of("trl")["stages"][:8])
         reader.facts["unset"] = {"the command trl STAGE --config FILE": f"the stage, {stages}"}

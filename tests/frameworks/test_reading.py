@@ -767,6 +767,7 @@ def test_an_adapter_on_the_head_is_refused_by_trl(target, is_refused):
     ("settings", "stage"),
     [
         ({"beta": 0.1, "loss_type": "sigmoid"}, "dpo"),
+        ({"beta": 0.1, "loss_type": ["sigmoid", "sft"]}, "dpo"),
         ({"beta": 0.1, "desirable_weight": 1.0}, "kto"),
         ({"beta": 0.1, "loss_type": "kto"}, "kto"),
         ({"beta": 0.04, "use_vllm": True}, "grpo"),
@@ -817,6 +818,8 @@ LATENT = {
 AXOLOTLS = {"base_model": "gpt2", "sequence_len": 64, "fsdp_config.fsdp_version": 2}
 STAGE_3 = {"zero_optimization.stage": 3}
 PARAMETERS, OPTIMIZER = (f"zero_optimization.offload_{part}.device" for part in ("param", "optimizer"))
+PLUGINS = ["x.LigerPlugin", "x.CutCrossEntropyPlugin"]
+LOSS = "liger_fused_linear_cross_entropy"
 LIGER = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
 UNREAD = (
     ("deepspeed", {"zero_optimization.stage": 3}, {"zero_optimization.offload_param.device": "nvme"}),
@@ -900,6 +903,12 @@ UNREAD = (
             ("static_graph", True, None, {}), ("process_group_backend", "nccl", None, {}),
             ("process_group_backend", "gloo", None, {"trainer.strategy.init_args.process_group_backend": "gloo"}),
             ("ddp_comm_hook", "x.hook", None, {"trainer.strategy.init_args.ddp_comm_hook": "x.hook"}))),
+        *(("axolotl", {"base_model": "m", "plugins": PLUGINS, **settings}, {"kernels": fused})
+          for settings, fused in (({}, True), ({"cut_cross_entropy": False}, None),
+                                  ({"cut_cross_entropy": True, LOSS: False}, True),
+                                  ({"cut_cross_entropy": False, LOSS: True}, True))),
+        ("axolotl", {"base_model": "m", "cut_cross_entropy": True}, {"kernels": None}),
+        ("lightning", {"trainer.devices": [0, 1, 2, 3], "trainer.num_nodes": 2}, {"devices": 8, "per_host": 4, "unread": {}}),
         *((name, {"bf16": True, "fp16": True}, {"precision": "bf16"}) for name in ("trainer", "trl", "axolotl")),
         ("litgpt", {"lora_r": 8, "lora_query": False, "lora_value": False, "checkpoint_dir": "m"},
          {"unread": {"lora_query": False, "lora_value": False}}),
