@@ -269,8 +269,7 @@ def read(reader: SettingsReader) -> None:
                 reader.knobs[knob] = degree
     if engine == "DEEPSPEED":
         deepspeed.list_nvme(reader, "deepspeed_config.offload_optimizer_device")
-        deepspeed.read_engine(reader)
-        reader.conventions["offload_weights"] = False
+        reader.conventions["deepspeed_update"] = True
         deepspeed.read_offloaded_weights(reader, "deepspeed_config.offload_param_device")
     processes = reader.whole("num_processes")
     if processes is not None:

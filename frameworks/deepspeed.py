@@ -262,11 +262,6 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**formats, "deepspeed_update": True}
 
 
-def read_engine(reader: SettingsReader) -> None:
-    """Takes DeepSpeed's conventions in place of those of the trainer that starts its engine."""
-    reader.conventions["deepspeed_update"] = True
-
-
 def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the global batch, if the file has it."""
     if not reader.has("train_batch_size"):

@@ -186,7 +186,7 @@ def read(reader: SettingsReader) -> None:
         if "stage_3_offload" in name:
             reader.conventions["offload_weights"] = True
         deepspeed.read_offloaded_weights(reader, f"{_ARGUMENTS}offload_parameters")
-        deepspeed.read_engine(reader)
+        reader.conventions["deepspeed_update"] = True
         offloads = (f"{_ARGUMENTS}offload_{part}_device" for part in ("params", "optimizer"))
         deepspeed.list_nvme(reader, "trainer.strategy", *offloads)
     if "ModelParallel" in name:

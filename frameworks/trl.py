@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import deepspeed
 from .common import read_copied, read_lora, read_quantized, read_stage
 from .framework import SettingsReader, framework_of, number, settings_of
 from .trainer import KNOBS, conventions, loads_narrow, option, prepare, read as read_trainer, write
@@ -97,7 +96,7 @@ def _read_accelerate(reader: SettingsReader) -> None:
         reader.knobs["zero"] = 3
     elif name in ("zero1", "zero2", "zero3"):
         reader.knobs["zero"] = int(name[-1])
-        deepspeed.read_engine(reader)
+        reader.conventions["deepspeed_update"] = True
     elif name not in ("single_gpu", "multi_gpu"):
         reader.misunderstood("accelerate_config")
 
