@@ -375,10 +375,11 @@ def test_replicas_of_torchs_ddp_have_buckets_beside_their_gradients():
 
 def test_weights_beside_adapters_have_the_format_in_which_they_are_loaded():
     run = "trl sft --model_name_or_path gpt2 --use_peft --lora_target_modules c_attn --per_device_train_batch_size 1"
-    wide, narrow, head, quantized, both = (
+    wide, kept, narrow, head, quantized, both = (
         check(read(f"{run} --max_length 256 {more}"), "a100-80gb", devices=1).estimate.breakdown
         for more in (
             "",
+            "--gradient_checkpointing false",
             "--dtype bfloat16",
             "--dtype bfloat16 --lora_modules_to_save lm_head",
             "--load_in_4bit --dtype bfloat16",
@@ -388,6 +389,10 @@ def test_weights_beside_adapters_have_the_format_in_which_they_are_loaded():
     million = 124_439_808 / 2**20
     assert wide["memory.parameters"] == pytest.approx(4 * million, rel=0.02)
     assert narrow["memory.parameters"] == pytest.approx(2 * million, rel=0.02)
+    # Products of blocks that are not recomputed keep weights that autocast has cast.
+    matrices = 12 * 768**2 * 12 * 2 / 2**20
+    copies = kept["memory.weight copies"] - wide["memory.weight copies"]
+    assert copies > 0.9 * matrices and wide["memory.weight copies"] < 0.1 * matrices
     # A copy of the head's weight, its gradient and two states, in 16 bits; the size is that of the tied embeddings.
     assert head["memory.further"] == pytest.approx(50257 * 768 * 8 / 2**20, rel=0.03)
     assert quantized["memory.further"] == pytest.approx(50257 * 768 * (2 - 4.5 / 8) / 2**20, rel=0.05)
