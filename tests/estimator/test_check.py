@@ -399,6 +399,20 @@ def test_weights_beside_adapters_have_the_format_in_which_they_are_loaded():
     assert both["memory.further"] - quantized["memory.further"] == pytest.approx(50257 * 768 * 2 / 2**20, rel=0.05)
 
 
+def test_peft_keeps_adapters_in_fp32_and_copies_in_the_format_of_the_weights():
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)).to(torch.bfloat16)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["lm_head"])
+    )
+    trained = {name: parameter.dtype for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    formats = {dtype for name, dtype in trained.items() if "lora_" in name}
+    assert formats == {torch.float32}, "as estimated"
+    assert {dtype for name, dtype in trained.items() if "modules_to_save" in name} == {torch.bfloat16}
+
+
 def test_the_formats_of_adapters_are_stated():
     found = check(
         read(
