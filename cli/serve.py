@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..base.errors import NotFound, UsageError
+from ..results.columns import printable
 from ..service.records import MOST_PRIORITY
 from ..service.serve_options import ServeOptions
 from .options import options_for
@@ -197,8 +198,6 @@ def revoke(url: str, begins: str) -> None:
 @click.pass_obj
 def users(url: str) -> None:
     """List users and their rights, and what they have used."""
-    from ..results.listing import write_rows
-
     with store_of(url) as store:
         used_hours = {share.user: share.week_s / 3600 for share in store.shares()}
         rows = [
@@ -212,7 +211,7 @@ def users(url: str) -> None:
             for account in store.users()
         ]
     names = ["user", "role", "weight", "searches", "devices", "device-hours in 7 days", "priority up to", "state"]
-    click.echo(write_rows(names, rows, "markdown"))
+    _echo_table(names, rows)
 
 
 def _limit_text(limit: float | None) -> str:
@@ -223,8 +222,6 @@ def _limit_text(limit: float | None) -> str:
 @click.pass_obj
 def list_tokens(url: str) -> None:
     """List tokens."""
-    from ..results.listing import write_rows
-
     with store_of(url) as store:
         owners = {user.id: user for user in store.users()}
         rows = [
@@ -235,7 +232,12 @@ def list_tokens(url: str) -> None:
             ]
             for token in store.tokens()
         ]
-    click.echo(write_rows(["user", "role", "token", "for", "created", "last used", "state"], rows, "markdown"))
+    _echo_table(["user", "role", "token", "for", "created", "last used", "state"], rows)
+
+
+def _echo_table(names: list[str], rows: list[list[str]]) -> None:
+    for cells in (names, ["---"] * len(names), *rows):
+        click.echo(printable(f"| {' | '.join(cells)} |"))
 
 
 def store_of(url: str, new: bool = False) -> "Store":

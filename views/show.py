@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..results import listing, summary
-from ..results.columns import KNOB, fold, knob_text, number, speed, value
+from ..results.columns import fold, knob_text, number, speed
 from ..results.measurement import Status, Trial
 from ..results.names import RUNNING, STOPPED
 from ..results.run import RunFolder, View
@@ -31,8 +31,8 @@ SIMULATED = "simulated, nothing was run"
 EMULATED = "emulated, some ranks ran alone on one device"
 """Text shown with every emulated run."""
 
-TOP = listing.Selection(top=20)
-"""The trials that are shown unless others are selected."""
+TOP = 20
+"""Number of trials that are shown."""
 _SHOWN_REASON = 300  # characters
 ROWS = 10
 """Largest number of trials in the table of a notebook."""
@@ -52,7 +52,7 @@ class Column:
         object.__setattr__(self, "cells", [fold(content) for content in self.cells])
 
 
-def render(run: RunFolder | View, console: "Console", selection: listing.Selection = TOP) -> None:
+def render(run: RunFolder | View, console: "Console", *, top: int | None = TOP, statuses: Sequence[str] = ()) -> None:
     """Prints a run: its winner, the counts by status, and its trials: the fastest first, failures last.
 
     On a terminal the table is drawn with the reasons below it. Elsewhere a trial is one line, its cells are separated
@@ -61,30 +61,29 @@ def render(run: RunFolder | View, console: "Console", selection: listing.Selecti
     Args:
         run: the run.
         console: where to print.
-        selection: the trials, their order and the columns.
+        top, statuses: the trials, as of `listing.select`.
 
     Raises:
-        UsageError: the selection names an unknown status or column.
+        UsageError: a status is unknown.
     """
     from rich.text import Text
 
     trials = run.trials()
-    picked, cut_off = listing.select(trials, selection)
-    requested = listing.chosen_columns(trials, selection.columns)
+    picked, cut_off = listing.select(trials, top=top, statuses=statuses)
     for line in [*_head(run), *_outcome(trials)]:
         console.print(Text(fold(line)), soft_wrap=not console.is_terminal)
     if not picked:
         return
     console.print()
-    outcome, knobs, common = ([_column(picked, name) for name in requested], [], []) if requested else _columns(picked)
+    outcome, knobs, common = _columns(picked)
     if console.is_terminal:
-        _draw(picked, outcome, knobs, console, reasons=not requested)
+        _draw(picked, outcome, knobs, console)
     else:
-        _write(picked, [*outcome, *knobs], console, reasons=not requested)
+        _write(picked, [*outcome, *knobs], console)
     if common:
         console.print(Text(fold("the same in all: " + ", ".join(common))), soft_wrap=not console.is_terminal)
     again = [str(trial.number) for trial in picked if trial.remeasured]
-    if again and not requested:
+    if again:
         many = len(again) > 1
         sentence = f"trial{'s' if many else ''} {', '.join(again)} {'were' if many else 'was'} measured again"
         console.print(Text(f"{sentence}: they are listed first, by the median"), soft_wrap=not console.is_terminal)
@@ -180,13 +179,6 @@ def speed_of(trial: Trial) -> str:
     return speed(trial.throughput, measured.unit) + doubt
 
 
-def _column(trials: Sequence[Trial], name: str) -> Column:
-    """Returns a column that was requested by its name, with the values of trials.csv."""
-    numeric = all(isinstance(value(trial, name), (int, float, type(None))) for trial in trials)
-    side: Literal["left", "right"] = "right" if numeric else "left"
-    return Column(name.removeprefix(KNOB), [listing.marked_text(trial, name) for trial in trials], side)
-
-
 def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[str]]:
     """Returns the columns of the outcome, those of the knobs that differ, and `knob=value` of those that do not."""
     finished = [None if trial.pending else trial.measurement for trial in trials]
@@ -218,14 +210,7 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[
     return [column for column in outcome if any(column.cells)], knobs, common
 
 
-def _draw(
-    trials: Sequence[Trial],
-    outcome: Sequence[Column],
-    knobs: Sequence[Column],
-    console: "Console",
-    *,
-    reasons: bool,
-) -> None:
+def _draw(trials: Sequence[Trial], outcome: Sequence[Column], knobs: Sequence[Column], console: "Console") -> None:
     from rich.measure import Measurement as Measure
     from rich.text import Text
 
@@ -236,8 +221,6 @@ def _draw(
         narrow = [column for column in outcome if column.name not in ("step ms", "sampler")]
         drawn = _table(trials, [*narrow, Column("configuration", points)])
     console.print(drawn)
-    if not reasons:
-        return
     by_reason: dict[tuple[Status, str], list[int]] = {}
     for trial in trials:
         if not trial.pending and trial.measured.reason:
@@ -265,11 +248,11 @@ def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
     return drawn
 
 
-def _write(trials: Sequence[Trial], columns: Sequence[Column], console: "Console", *, reasons: bool) -> None:
+def _write(trials: Sequence[Trial], columns: Sequence[Column], console: "Console") -> None:
     from rich.text import Text
 
     failure_reasons = ["" if trial.pending else fold(trial.measured.reason) for trial in trials]
-    columns = [*columns, Column("reason", failure_reasons)] if reasons and any(failure_reasons) else columns
+    columns = [*columns, Column("reason", failure_reasons)] if any(failure_reasons) else columns
     for i in range(-1, len(trials)):
         texts = []
         for column in columns:
@@ -289,7 +272,7 @@ def html(trials: Sequence[Trial], *, reason: str = "") -> str:
     lines = _outcome(trials)
     if summary.best(trials) is None:
         lines = [f"no winner, so best is None: {fold(reason) or lines[1]}", lines[0]]
-    picked, cut_off = listing.select(trials, listing.Selection(top=ROWS))
+    picked, cut_off = listing.select(trials, top=ROWS)
     outcome, knobs, common = _columns(picked)
     if common:
         lines.append("the same in all: " + ", ".join(common))

@@ -1,9 +1,5 @@
 """`redline show`, `compare`, `report` and `models` on the command line."""
 
-import csv
-import io
-import json
-
 import pytest
 from command_line import run
 from redline.results import Measurement, RunFolder, Status
@@ -27,36 +23,12 @@ def test_show_prints_the_run(capsys, folder):
     assert "best: trial 2, 150 tokens/s; the default configuration (trial 0): 100 tokens/s; gain 1.50x" in out
 
 
-def test_show_as_data_is_data_alone(capsys, folder):
-    code, out, _ = run(capsys, "show", folder, "--format", "csv")
-    rows = list(csv.DictReader(io.StringIO(out)))
-    assert code == 0 and [row["trial"] for row in rows] == ["2", "0", "1"]
-    assert rows[0]["knob.micro_batch"] == "4"
-    code, out, _ = run(
-        capsys,
-        "show",
-        folder,
-        "--format",
-        "json",
-        "--status",
-        "ok",
-        "--sort=-trial",
-        "--columns",
-        "trial,micro_batch",
-    )
-    assert json.loads(out) == [{"trial": 2, "knob.micro_batch": 4}, {"trial": 0, "knob.micro_batch": 1}]
-    code, out, _ = run(capsys, "show", folder, "--format", "markdown", "--top", "1", "--columns", "trial")
-    assert out == "| trial |\n| --- |\n| 2 |\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--format", "cvs"], "did you mean 'csv'"),
-        (["--columns", "trial,stauts"], "did you mean 'status'"),
-        (["--columns", "trial,,status"], "must look like a,b,c"),
+        (["--status", "ok,,oom"], "must look like a,b,c"),
+        (["--format", "csv"], "--format was removed: trials.csv"),
         (["--status", "okay"], "did you mean 'ok'"),
-        (["--sort", "step"], "unknown column 'step'"),
         (["--top", "0"], "--top"),
     ],
 )

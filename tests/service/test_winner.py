@@ -82,7 +82,6 @@ def test_everything_that_names_a_winner_names_the_confirmed_one(service, search,
             "redline results --json": winner_of(json.loads(cli("results", search, "--json"))["best"]),
             "page": winner_of(page["headline"]["winner"]),
             "report": winner_of(report_of(cli, folder, tmp_path)["headline"]["winner"]),
-            "redline show --format json": winner_of(json.loads(cli("show", folder, "--top", 1, "--format", "json"))[0]),
             "View": told_of(summary.best(rl.results.View(folder).trials())),
         }
     assert found == dict.fromkeys(found, (1, 140.0))

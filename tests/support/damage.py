@@ -10,7 +10,8 @@ from pathlib import Path
 
 from redline.base.errors import RedlineError
 from redline.frameworks import export_targets, render
-from redline.results import Measurement, RankReport, RunFolder, Status, View, listing
+from redline.results import Measurement, RankReport, RunFolder, Status, View, table_frame
+from redline.results.listing import knob_names
 from redline.results.probe import Computed, Probe
 from redline.views.dashboard.library import Library
 from redline.views.report import Source, document, page
@@ -174,10 +175,7 @@ def read_everything(folder: Path, whole: Path) -> list[str]:
             out = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
             attempt("show", lambda out=out: show(view, out))
         trials = view.trials()
-        columns = attempt("show", lambda: listing.chosen_columns(trials, listing.header(listing.knob_names(trials))))
-        for form in ("csv", "json", "markdown"):
-            attempt(form, lambda form=form: listing.write(trials, columns, form).encode())
-        attempt("sorted", lambda: listing.select(trials, listing.Selection(sort="-throughput")))
+        attempt("table", lambda: table_frame(trials, knob_names(trials)))
         if trials:
             for target in export_targets():
                 for trial in (trials[0], trials[-1]):
