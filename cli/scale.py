@@ -15,7 +15,6 @@ from ..base.errors import UsageError
 from ..results.columns import fold, speed
 from ..tuner.request.options import SECTIONS, Request
 from . import exit_codes, words
-from .estimate_text import range_text
 from .options import options_of, request_of
 from .tune import end_in_order, run_folder
 
@@ -35,19 +34,16 @@ HELP = {"out": "Folder for the results.  [default: runs/scale-MODEL, or scale-MO
 @options_of(*SECTIONS, without=("devices",), help=HELP)
 @click.option("--devices", metavar="N,...", default="pow2", show_default=True, help="Counts: 1,2,4 or pow2:64.")
 @click.option("--weak", is_flag=True, help="The global batch grows with the devices.  [default: it is constant]")
-@click.option("--predict-to", type=click.IntRange(min=1), metavar="N", help="Predict up to N devices.  [default: 1024]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def scale(
     devices: str,
     weak: bool,
-    predict_to: int | None,
     as_json: bool,
     **options: Any,
 ) -> int:
     """Tune MODEL for one number of devices after the other, and show speed-up, efficiency and memory.
 
-    The table has the winner and the default configuration of each count, and predictions for up to 1,024 devices,
-    corrected by the measurements. Exit codes: see `redline tune`.
+    The table has the winner and the default configuration of each count. Exit codes: see `redline tune`.
     """
     request_values = request_of(options)
     if request_values["resume"] and request_values["out"] is None:
@@ -68,7 +64,7 @@ def scale(
         return listener_for(stream, silent=as_json)
 
     end_in_order()
-    scaling = scaled(**request_values, devices=devices, weak=weak, predict_to=predict_to, listening=listening)
+    scaling = scaled(**request_values, devices=devices, weak=weak, listening=listening)
     if as_json:
         click.echo(json.dumps(scaling.to_dict(), allow_nan=False))
     else:
@@ -85,7 +81,7 @@ def show(scaling: "Scaling", folder: Path) -> None:
         console.width = max(console.width, 160)
     unit = next((point.unit for point in scaling.points if point.unit), "throughput")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("devices", "batch", unit, "speed-up", "efficiency", "memory", "default", "predicted (80 %)"):
+    for name in ("devices", "batch", unit, "speed-up", "efficiency", "memory", "default"):
         table.add_column(name, justify="right", overflow="fold")
     for row in scaling.to_dict()["points"]:
         table.add_row(*map(fold, _cells(row)))
@@ -95,8 +91,6 @@ def show(scaling: "Scaling", folder: Path) -> None:
         if point.why:
             plural = "s" if point.devices > 1 else ""
             console.print(Text(fold(f"{point.devices} device{plural}: {point.why}"), style="yellow"), soft_wrap=True)
-    for note in scaling.notes:
-        console.print(Text(fold(f"note: {note}"), style="dim"), soft_wrap=True)
     console.print()
     console.print(Text(f"wrote    {folder}: scale.csv, and a run for each count"), soft_wrap=True)
 
@@ -110,6 +104,5 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
         "efficiency": lambda share: f"{100 * share:.0f} %",
         "peak_memory_mib": words.memory,
         "default_throughput": lambda throughput: speed(throughput, ""),
-        "predicted_low": lambda low: range_text(low, row["predicted_high"]),
     }
     yield from ("" if row[name] is None else form(row[name]) for name, form in forms.items())

@@ -56,7 +56,7 @@ def train(as_json: bool, settings: str | None, **options: Any) -> int:
     request = TrainRequest(**options, stated=(*set_here, *from_file))
     from ..trainer.driver import train as start
     from .streams import outlive_reader
-    from .train_progress import listening
+    from .train_progress import listener_for
 
     end_in_order()
     outlive_reader()
@@ -65,8 +65,7 @@ def train(as_json: bool, settings: str | None, **options: Any) -> int:
             "redline train starts its ranks itself: leave the launcher out; --runner ray starts them on several hosts, and "
             "torchrun starts the script that `redline export --to python` writes"
         )
-    with listening(sys.stderr if as_json else sys.stdout, silent=as_json) as listener:
-        trained = start(request, listener)
+    trained = start(request, listener_for(sys.stderr if as_json else sys.stdout, silent=as_json))
     measured = trained.measurement
     if as_json:
         document = {

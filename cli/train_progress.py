@@ -1,14 +1,8 @@
-"""Progress of a training: a live line in a terminal, plain lines elsewhere."""
+"""Progress of a training: a line for each event."""
 
-import contextlib
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TextIO, cast
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
 
 from ..knobs.text import config_text
 from ..results.columns import fold, speed
@@ -16,24 +10,15 @@ from ..trainer.listener import TrainingStart, TrainListener
 from . import words
 from .progress import Terminal
 
-BAR = 20
-"""Width of the bar."""
 READING_S = 30.0
-"""Interval at which a log reports the progress of reading data or a checkpoint, s."""
+"""Interval between reports of the progress of reading data or a checkpoint, s."""
 
 
-@contextlib.contextmanager
-def listening(stream: TextIO, *, silent: bool = False) -> Iterator[TrainListener]:
-    """Yields the listener for a stream."""
+def listener_for(stream: TextIO, *, silent: bool = False) -> TrainListener:
+    """Returns the listener for a stream."""
     if silent:
-        yield TrainListener()
-        return
-    live = stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    listener = _Live(cast(TextIO, Terminal(stream))) if live else _Lines(stream)
-    try:
-        yield listener
-    finally:
-        listener.close()
+        return TrainListener()
+    return Lines(cast(TextIO, Terminal(stream)) if stream.isatty() else stream)
 
 
 def headline(start: TrainingStart) -> list[str]:
@@ -55,10 +40,6 @@ def _data_in_words(data: Mapping[str, Any]) -> str:
     held = f"{data['evaluation_samples']:,} held out" if data.get("evaluation_samples") else ""
     tokenizer = f"tokenizer {data.get('tokenizer')}"
     return f"{' '.join(data['paths'])}: {', '.join(filter(None, (*counts, held, tokenizer)))}"
-
-
-def _reading_in_words(share: float) -> str:
-    return f"reading the data: {100 * share:.0f} %"
 
 
 def read_in_words(line: Mapping[str, Any]) -> str:
@@ -96,11 +77,13 @@ def numbers(line: Mapping[str, Any], unit: str) -> list[str]:
         cells.append(f"MFU {100 * line['mfu']:.0f} %")
     if line.get("memory_mib") is not None:
         cells.append(f"{line['memory_mib']:,.0f} MiB")
+    if line.get("seconds_left"):
+        cells.append(f"{words.duration(line['seconds_left'])} left")
     return cells
 
 
-class _Lines(TrainListener):
-    """Prints one plain line for each event, for logs and pipes."""
+class Lines(TrainListener):
+    """Prints one line for each event."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._unit = stream, "tokens/s"
@@ -116,7 +99,7 @@ class _Lines(TrainListener):
 
     def on_read(self, share: float) -> None:
         if time.monotonic() - self._printed_at >= READING_S:
-            self._print(_reading_in_words(share))
+            self._print(f"reading the data: {100 * share:.0f} %")
 
     def on_line(self, line: Mapping[str, Any]) -> None:
         if line.get("kind") == "progress" and time.monotonic() - self._printed_at < READING_S:
@@ -127,96 +110,6 @@ class _Lines(TrainListener):
     def on_message(self, message: str) -> None:
         self._print(f"note: {message}")
 
-    def close(self) -> None:
-        """Does nothing: there is nothing to close."""
-
     def _print(self, line: str) -> None:
         self._printed_at = time.monotonic()
         print(fold(line), file=self._stream, flush=True)
-
-
-class _Numbers(ProgressColumn):
-    """The numbers of a step, as many as fit beside the other columns. With more, rich would shorten the other columns too."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def render(self, task: Task) -> Text:
-        other_columns = f"{task.description} {BAR * '━'} {task.total:.0f}/{task.total:.0f} "
-        room = self._console.width - len(other_columns)
-        first_number, *further_numbers = task.fields["numbers"]
-        rendered = Text(first_number, no_wrap=True)
-        rendered.truncate(max(room, 1), overflow="ellipsis")
-        for number in further_numbers:
-            if len(rendered) + 2 + len(number) > room:
-                break
-            rendered.append(f"  {number}")
-        return rendered
-
-
-class _Live(TrainListener):
-    """Prints events, with the progress of the training below."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False)
-        self._unit = "tokens/s"
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=BAR),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            _Numbers(self._console),
-            console=self._console,
-            refresh_per_second=4,
-        )
-        self._task: Any = None
-        self._status: Any = None
-
-    def on_start(self, training: TrainingStart) -> None:
-        self._unit = training.unit or self._unit
-        self._rest()
-        for line in headline(training):
-            self._print(line)
-        if self._task is None:
-            self._task = self._progress.add_task("step", total=training.steps, numbers=["starting"])
-            self._progress.start()
-        self._progress.update(self._task, completed=training.step)
-
-    def on_wait(self, stage: str) -> None:
-        self._rest()
-        if self._task is None:
-            self._status = self._console.status(f"{stage} ...")
-            self._status.start()
-        else:
-            self._progress.update(self._task, numbers=[stage])
-
-    def on_read(self, share: float) -> None:
-        if self._status is not None:
-            self._status.update(_reading_in_words(share))
-
-    def on_line(self, line: Mapping[str, Any]) -> None:
-        if line.get("kind") == "progress" and self._task is not None:
-            self._progress.update(self._task, numbers=[read_in_words(line)])
-        elif line.get("kind") == "step" and self._task is not None:
-            loss, *other_numbers = numbers(line, self._unit)
-            time_left = [f"{words.duration(line['seconds_left'])} left"] if line.get("seconds_left") else []
-            self._progress.update(self._task, completed=line["step"], numbers=[loss, *time_left, *other_numbers])
-        elif message := line_text(line, self._unit):
-            self._print(message, "bold red" if line.get("failure") else "")
-
-    def on_message(self, message: str) -> None:
-        self._print(f"note: {message}", "yellow")
-
-    def close(self) -> None:
-        """Leaves the last state of the status line."""
-        self._rest()
-        if self._task is not None:
-            self._progress.stop()
-
-    def _rest(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-
-    def _print(self, line: str, style: str = "") -> None:
-        self._console.print(Text(fold(line), style=style))

@@ -47,7 +47,6 @@ def estimate_request(
     memory_limit_mib: float | None = None,
     framework: str = "redline",
     assume: Mapping[str, Any] | None = None,
-    like: EstimateRequest | None = None,
     **arguments: Any,
 ) -> EstimateRequest:
     """Resolves the arguments. Nothing is run; a model is traced when it is first estimated.
@@ -58,7 +57,6 @@ def estimate_request(
         memory_limit_mib: of a device; None for its memory.
         framework: the trainer: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
         assume: facts of its software that differ: fields of `TrainingSetup`, such as `overlap_experts`.
-        like: an earlier request of the same model and data, which is not built and traced again.
         arguments: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
             or of a node, without `space` the default one of that hardware.
 
@@ -70,9 +68,7 @@ def estimate_request(
     request.check_values()
     machine, count = machine_of(hardware, request.devices)
     notes = tuple(filter(None, (machine.note, machine.unmeasured)))
-    previous_source = None if like is None else like.estimator.source
-    like_traced = previous_source if isinstance(previous_source, TracedFacts) else None
-    source, resolved = _resolved(request, machine, count, like_traced)
+    source, resolved = _resolved(request, machine, count)
     source = (None if request.lora else built(resolved.trains.get("shape"), trainer)) or source
     space = settled(resolved.space, trainer)
     setup = trainer.planned(
@@ -111,11 +107,8 @@ def settled(space: Space, trainer: Trainer) -> Space:
     return narrowed
 
 
-def _resolved(
-    request: TrainingRequest, machine: Hardware, devices: int, previous: TracedFacts | None
-) -> tuple[FactsSource, ResolvedRequest]:
-    """The source of the facts of a request's model, and the rest of the resolved request, from the cache or resolved: with the
-    model of an earlier request if there is one."""
+def _resolved(request: TrainingRequest, machine: Hardware, devices: int) -> tuple[FactsSource, ResolvedRequest]:
+    """The source of the facts of a request's model, and the rest of the resolved request, from the cache or resolved."""
     device = device_of(machine)
     key = key_of(request, device, devices)
     cached = None if key is None else load(key, ResolvedRequest)
@@ -126,11 +119,11 @@ def _resolved(
 
         return CachedFacts(cached.model_id, machine.operators, machine.liger, remake), cached
     with without_collection():
-        answer = resolve(request, device, devices, None if previous is None else previous.workload)
+        answer = resolve(request, device, devices)
     resolved = ResolvedRequest.of(answer)
     if key is not None:
         store(key, resolved)
-    return previous or TracedFacts(answer.workload, machine.operators, machine.liger), resolved
+    return TracedFacts(answer.workload, machine.operators, machine.liger), resolved
 
 
 def machine_of(

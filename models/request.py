@@ -158,20 +158,14 @@ class Resolved:
     notes: tuple[str, ...]
 
 
-def resolve(request: TrainingRequest, device: Device, devices: int, known: Workload | None = None) -> Resolved:
+def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
     """Returns the workload and the space of a request, for a number of devices of a kind.
-
-    Args:
-        known: the workload of an earlier request of the same model, which is not built again.
 
     Raises:
         UsageError: a value is unknown or impossible, or contradicts the rest.
     """
-    if known is not None:
-        workload = known if request.global_batch is None else known.with_global_batch(request.global_batch)
-    else:
-        sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
-        workload = resolve_workload(request.target, **sizes, lora=request.lora)
+    sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
+    workload = resolve_workload(request.target, **sizes, lora=request.lora)
     notes = unread_fields(workload)
     accumulation = free_accumulation(workload, request.given_space, request.global_batch, request.override, request.fix)
     if accumulation is None:

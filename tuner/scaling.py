@@ -3,28 +3,22 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import RedlineError, RunnerError, SpaceError, UsageError
+from ..base.errors import RedlineError, UsageError
 from ..base.writing import write_atomic
 from ..knobs.text import config_text
 from ..models import Workload
-from ..models.request import TrainingRequest
-from .budget import parse_memory
+from ..models.resolve import workload
+from ..models.samples import shared
 from .listener import SearchListener
 from .result import Result
 from .tuning import tune
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from ..estimator.request import EstimateRequest
-
-FARTHEST = 1024
-"""Largest number of devices of predictions, for described hardware and for hardware with links to other nodes."""
-_TRAINING = tuple(member.name for member in fields(TrainingRequest))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +36,10 @@ class ScalePoint:
     """Peak memory of the winner's fullest rank, MiB."""
     default_throughput: float | None = None
     """Throughput of the default configuration, which a trainer runs without tuning."""
-    predicted_throughput: float | None = None
-    """Throughput of the best configuration by the estimate, corrected by measurements."""
-    predicted_low: float | None = None
-    """Lower end of its 80 % interval."""
-    predicted_high: float | None = None
-    """Upper end of its 80 % interval."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Configuration of the winner, or the predicted one if none was measured."""
+    """Configuration of the winner."""
     why: str = ""
-    """Why nothing was found; empty if a winner was found or nothing was tried."""
+    """Why nothing was found; empty if a winner was found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +52,6 @@ class Scaling:
     """True if the global batch grows with the devices."""
     interrupted: bool = False
     """True if it was interrupted."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user."""
 
     @property
     def measured(self) -> tuple[ScalePoint, ...]:
@@ -74,25 +60,16 @@ class Scaling:
 
     @property
     def table(self) -> "pd.DataFrame":
-        """A row per point, as in scale.csv: the fields of `ScalePoint`, and `speed_up`, `efficiency` and
-        `predicted_efficiency` relative to the fewest measured devices; an efficiency of 1 means that every device adds as much as
-        the first ones.
+        """A row per point, as in scale.csv: the fields of `ScalePoint`, and `speed_up` and `efficiency` relative to the fewest
+        measured devices; an efficiency of 1 means that every device adds as much as the first ones.
         """
         import pandas as pd
 
         table = pd.DataFrame([asdict(point) for point in self.points]).astype({"global_batch": "Int64"})
-        speeds, predictions = table.throughput.astype(float), table.predicted_throughput.astype(float)
-        measured = speeds.first_valid_index()
-        predicted = predictions.where(speeds.notna()).first_valid_index()
-        if predicted is None:
-            predicted = predictions.first_valid_index()
-
-        def relative(values: "pd.Series[float]", base: Any) -> "pd.Series[float]":
-            return values / (math.nan if base is None else values[base])
-
-        table["speed_up"] = relative(speeds, measured)
-        table["efficiency"] = relative(speeds / table.devices, measured)
-        table["predicted_efficiency"] = relative(predictions / table.devices, predicted)
+        speeds = table.throughput.astype(float)
+        first: Any = speeds.first_valid_index()
+        table["speed_up"] = speeds / (math.nan if first is None else speeds[first])
+        table["efficiency"] = table.speed_up / (table.devices / (1 if first is None else table.devices[first]))
         return table
 
     def csv(self) -> str:
@@ -104,7 +81,7 @@ class Scaling:
         """Returns a JSON-ready summary."""
         table = self.table.astype(object)
         points = table.where(table.notna(), None).to_dict("records")
-        return {"weak": self.weak, "interrupted": self.interrupted, "notes": list(self.notes), "points": points}
+        return {"weak": self.weak, "interrupted": self.interrupted, "points": points}
 
 
 def scale(
@@ -113,23 +90,19 @@ def scale(
     *,
     global_batch: int | None = None,
     weak: bool = False,
-    predict_to: int | None = None,
     out: str | Path | None = None,
     listening: Callable[[int], AbstractContextManager[SearchListener]] = lambda count: nullcontext(SearchListener()),
     **options: Any,
 ) -> Scaling:
-    """Tunes a model for several numbers of devices, and predicts the throughput of more devices.
+    """Tunes a model for several numbers of devices.
 
-    Every winner is compared with the default configuration, which each search measures first. The trials on the most
-    devices correct the predictions.
+    Every winner is compared with the default configuration, which each search measures first.
 
     Args:
         target: as of `redline.tune`, except for a callable.
         devices: numbers of devices, or `pow2:64` for the powers of two up to 64.
         global_batch: samples of a step.
         weak: let the global batch grow with the devices, from its value for the fewest devices.
-        predict_to: largest number of devices of predictions; by default 1,024 on described hardware and on
-            accelerators, otherwise the largest number that is tried.
         out: folder for scale.csv and a subfolder with the run of each number of devices.
         listening: returns a context manager of the listener for the search on a number of devices.
         options: further arguments of `redline.tune`.
@@ -140,10 +113,9 @@ def scale(
     if callable(target) and not isinstance(target, Workload):
         raise UsageError("redline.scale tunes a model or a command; a callable does not depend on devices")
     counts = counts_of(devices)
-    is_traced = isinstance(target, (str, Path, Workload))
     batch = global_batch
-    if batch is None and is_traced:
-        batch = _estimates(target, counts[0] if weak else counts[-1], None, options).global_batch
+    if batch is None and isinstance(target, (str, Path, Workload)):
+        batch = _default_batch(target, counts[0] if weak else counts[-1], options)
     if weak and batch is not None and batch % counts[0]:
         raise UsageError(
             f"a global batch of {batch} cannot grow from {counts[0]} devices: it must be a multiple of {counts[0]}"
@@ -154,7 +126,7 @@ def scale(
 
     folder = None if out is None else Path(out)
     points: list[ScalePoint] = []
-    results: dict[int, Result] = {}
+    results: list[Result] = []
     refused: RedlineError | None = None
     for count in counts:
         run = None if folder is None else folder / f"devices-{count}"
@@ -162,21 +134,20 @@ def scale(
         search = {**options, "resume": resume, "devices": count, "global_batch": batch_of(count), "out": run}
         try:
             with listening(count) as listener:
-                results[count] = tune(target, **search, listener=listener)
+                results.append(tune(target, **search, listener=listener))
         except RedlineError as error:
             refused = refused or error
             points.append(ScalePoint(devices=count, global_batch=batch_of(count), why=str(error)))
             continue
-        points.append(_measured(count, batch_of(count), results[count]))
-        if results[count].interrupted:
+        points.append(_measured(count, batch_of(count), results[-1]))
+        if results[-1].interrupted:
             break
     if refused is not None and not results:
         raise refused
-    scaling = Scaling(points=tuple(points), weak=weak, interrupted=any(r.interrupted for r in results.values()))
-    _save(scaling, folder)  # the prediction may fail after hours of measurements
-    if is_traced and not scaling.interrupted:
-        scaling = _predicted(scaling, target, batch_of, predict_to, options, results)
-        _save(scaling, folder)
+    scaling = Scaling(points=tuple(points), weak=weak, interrupted=any(r.interrupted for r in results))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "scale.csv", scaling.csv().encode())
     return scaling
 
 
@@ -208,13 +179,6 @@ def _count(value: Any) -> int:
     raise UsageError(f"devices must be numbers such as 1,2,4 or pow2:64, but got {value!r}")
 
 
-def _save(scaling: Scaling, folder: Path | None) -> None:
-    """Writes scale.csv into a folder, if there is one."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "scale.csv", scaling.csv().encode())
-
-
 def _measured(count: int, batch: int | None, result: Result) -> ScalePoint:
     default = result.default.throughput if result.default is not None else None
     point = ScalePoint(devices=count, global_batch=batch, default_throughput=default, why=result.why)
@@ -229,57 +193,11 @@ def _measured(count: int, batch: int | None, result: Result) -> ScalePoint:
     )
 
 
-def _estimates(
-    target: Any, count: int, batch: int | None, options: dict[str, Any], like: "EstimateRequest | None" = None
-) -> "EstimateRequest":
-    from ..estimator.request import estimate_request
-
-    training = {name: options[name] for name in _TRAINING if name in options}
-    limit_mib = parse_memory(options.get("memory_limit"))
-    sizes = {"devices": count, "global_batch": batch}
-    return estimate_request(
-        target, options.get("hardware"), memory_limit_mib=limit_mib, like=like, **{**training, **sizes}
-    )
-
-
-def _predicted(
-    scaling: Scaling,
-    target: str | Path | Workload,
-    batch_of: Callable[[int], int | None],
-    predict_to: int | None,
-    options: dict[str, Any],
-    results: dict[int, Result],
-) -> Scaling:
-    """Adds predictions to the points, and points of more devices."""
-    from ..estimator.plans import fastest
-
-    largest, most = scaling.points[-1].devices, max(results)
-    try:
-        request = _estimates(target, most, batch_of(most), options)
-        calibrated = request.estimator.calibrate(results[most].all_trials)
-    except (UsageError, RunnerError) as error:  # the model cannot be traced, or the machine cannot be measured
-        return replace(scaling, notes=(f"nothing is predicted: {error}",))
-    farthest = predict_to or (largest if request.hardware.kind == "cpu" else max(largest, FARTHEST))
-    farther = [1 << exponent for exponent in range(farthest.bit_length()) if largest < 1 << exponent <= farthest]
-
-    def with_prediction(point: ScalePoint) -> ScalePoint:
-        try:
-            at_count = _estimates(target, point.devices, point.global_batch, options, like=request)
-        except (SpaceError, UsageError) as error:
-            return replace(point, why=point.why or str(error))
-        best = fastest(calibrated.on(at_count.estimator.training, at_count.hardware), at_count.space)
-        if best is None:
-            return replace(point, why=point.why or "no configuration is predicted to fit")
-        estimate = best.estimate
-        units_per_step = estimate.throughput * estimate.step_ms
-        return replace(
-            point,
-            unit=point.unit or estimate.unit,
-            config=point.config or best.config.to_dict(),
-            predicted_throughput=estimate.throughput,
-            predicted_low=units_per_step / estimate.step_ms_high,
-            predicted_high=units_per_step / estimate.step_ms_low,
-        )
-
-    points = [*scaling.points, *(ScalePoint(devices=count, global_batch=batch_of(count)) for count in farther)]
-    return replace(scaling, points=tuple(map(with_prediction, points)))
+def _default_batch(target: str | Path | Workload, devices: int, options: dict[str, Any]) -> int | None:
+    """Returns the samples of a step that a model has by default on a number of devices; None if `grad_accum` is given in their
+    place.
+    """
+    trained = workload(target, seq_len=options.get("seq_len"), lora=options.get("lora"))
+    if any("grad_accum" in (options.get(name) or {}) for name in ("fix", "override")):
+        return None
+    return shared(trained, devices, target=target, requested=None)[0].global_batch
