@@ -28,17 +28,9 @@ def report(run: str, output: str | None, storage: str | None) -> None:
 Examples:
   redline dashboard runs
   redline dashboard runs --port 9000
-  redline dashboard runs --host 0.0.0.0       prints an address with a token
 """,
 )
 @click.argument("folder", metavar="DIR")
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    metavar="ADDRESS",
-    help="Address to listen on; any but this machine's own needs a token.",
-)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -47,11 +39,8 @@ Examples:
     metavar="N",
     help="Port; if it is in use, the next free one.",
 )
-@click.option(
-    "--token", metavar="TEXT", help="The token that visitors must send.  [default: generated where one is needed]"
-)
-def dashboard(folder: str, host: str, port: int, token: str | None) -> None:
-    """Serve a web page of all runs found under DIR, running or finished, with live updates until Ctrl-C."""
+def dashboard(folder: str, port: int) -> None:
+    """Serve a web page of all runs found under DIR, running or finished, to this machine, with live updates until Ctrl-C."""
     from ..views.dashboard import serve
 
-    serve(folder, host=host, port=port, token=token, say=lambda message: click.echo(message))
+    serve(folder, port=port, say=lambda message: click.echo(message))

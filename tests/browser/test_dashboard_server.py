@@ -13,7 +13,7 @@ from redline.cli import main
 from redline.results import Measurement, Status, Trial
 from redline.views.dashboard import Library
 from redline.views.dashboard.library import find_folders
-from redline.views.dashboard.serve import COOKIE, HEADERS
+from redline.views.dashboard.serve import HEADERS
 
 
 def get(address, target, method="GET", **headers):
@@ -245,36 +245,6 @@ def test_a_page_of_another_site_cannot_reach_it_by_a_name_of_its_own(served):
         assert status == 400 and b'"runs"' not in body
     for host in (f"localhost:{port}", f"127.0.0.1:{port}", "LOCALHOST"):
         assert get(address, "/api/runs", host=host)[0] == 200
-
-
-def test_with_a_token_nothing_is_served_without_it(tmp_path, disk, serving):
-    disk.write_run(tmp_path / "a", 2)
-    address = serving(tmp_path, host="0.0.0.0")
-    token = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)["token"][0]
-    assert len(token) >= 32
-    here = f"http://127.0.0.1:{urllib.parse.urlsplit(address).port}/"
-    for target in (
-        "/",
-        "/redline.js",
-        "/api/runs",
-        "/table?run=a",
-        "/?token=",
-        "/?token=wrong",
-        f"/?token={token}x",
-        "/?token=%ff",
-    ):
-        status, headers, body = get(here, target)
-        assert status == 401 and b"token" in body and "set-cookie" not in headers
-    status, headers, _ = get(here, f"/?token={token}")
-    assert (status, headers["location"]) == (303, "/")
-    assert "HttpOnly" in headers["set-cookie"] and "SameSite=Strict" in headers["set-cookie"]
-    cookie = headers["set-cookie"].split(";")[0]
-    port = urllib.parse.urlsplit(here).port
-    assert cookie == f"{COOKIE}-{port}={token}"
-    assert len(ask(here, "/api/runs", cookie=cookie)["runs"]) == 1
-    assert len(ask(here, "/api/runs", authorization=f"Bearer {token}")["runs"]) == 1
-    assert get(here, "/api/runs", cookie=f"{COOKIE}-{port}=wrong")[0] == 401
-    assert get(here, f"//evil.example/?token={token}")[1]["location"] == "/"
 
 
 # -- ports and addresses ---------------------------------------------------------------------------------------

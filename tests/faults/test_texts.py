@@ -70,7 +70,7 @@ def test_the_host_check_compares_whole_names(host, let_in):
     async def send(message):
         answered.append(message.get("status"))
 
-    guard = Guard(app, token=None, hosts=("localhost", "127.0.0.1", "[::1]"))
+    guard = Guard(app)
     scope = {"type": "http", "path": "/", "query_string": b"", "headers": [(b"host", host.encode())]}
     # In a thread of its own: a browser's driver may have left an event loop running in this one.
     with ThreadPoolExecutor(1) as pool:

@@ -1,18 +1,17 @@
 """Optuna's samplers: TPE and Gaussian process, over the trials so far as an Optuna study."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.samplers import BaseSampler, GPSampler as OptunaGPSampler, TPESampler as OptunaTPESampler
+from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ...results.storage import quiet
 from ...space import Config
-from .candidates import Candidates, ModelSampler, subsample
+from .candidates import Candidates, ModelSampler
 from .containment import one_thread
 from .encoding import ABSENT, Encoding, Observations
 
@@ -67,13 +66,14 @@ class TPESampler(ModelSampler):
     """Draws from regions dense with good trials and sparse in bad, failed and pending ones.
 
     Multivariate TPE with the constant liar (https://arxiv.org/abs/2304.11127); failures violate a constraint and count
-    as bad. Chooses the best valid and new point that TPE draws; if there is none, the nearest valid and new one.
+    as bad. Chooses the valid and new configuration that is nearest to the point that TPE proposes.
     """
 
     name = "tpe"
 
     def choose(self, candidates: Candidates, seen: Observations, rng: np.random.Generator) -> Config:
-        tpe = _ConfinedTPE(candidates, seed=int(rng.integers(2**31)))
+        seed = int(rng.integers(2**31))
+        tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True)
         study = build_study(tpe, self._encoding, _without_surplus_failures(seen))
         return candidates.closest(ask(study, self._encoding), rng)
 
@@ -91,84 +91,19 @@ def _without_surplus_failures(seen: Observations) -> Observations:
     return replace(seen, violation=violation)
 
 
-class _ConfinedTPE(OptunaTPESampler):
-    """TPE that prefers points that can be proposed."""
-
-    def __init__(self, candidates: Candidates, *, seed: int) -> None:
-        super().__init__(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True, n_ei_candidates=64)
-        self._candidates = candidates
-
-    # Optuna calls this with the points it drew. If it stops doing so, `closest` still ensures
-    # that only valid and new configurations are proposed.
-    def _compute_acquisition_func(self, samples: dict[str, np.ndarray], *estimators: object) -> np.ndarray:
-        score = super()._compute_acquisition_func(samples, *estimators)
-        encoding: Encoding = self._candidates.encoding
-        # Optuna numbers categories from 0; the codes of a conditional knob start at ABSENT.
-        codes = np.stack([samples[name] for name in encoding.names], axis=1).astype(np.int32)
-        codes -= (encoding.optional & ~encoding.ordered).astype(np.int32)
-        can_propose: dict[bytes, bool] = {}
-        for i in np.argsort(-score):
-            key = codes[i].tobytes()
-            if key not in can_propose:
-                can_propose[key] = self._candidates.lookup(codes[i]) is not None
-            if can_propose[key]:
-                score[i] = np.inf
-                break
-        return score
-
-
-LIMIT = 4096
-"""Largest number of candidates that are scored."""
-CHUNK = 256
-"""Number of candidates that are scored at once: memory grows with this times trials times knobs."""
-
-
 class GPSampler(ModelSampler):
-    """Chooses the candidate with the largest expected improvement times probability of success.
+    """Chooses the valid and new configuration nearest to the one with the largest expected improvement times probability of
+    success.
 
     Optuna's Gaussian process with a Matern 5/2 kernel and log constrained expected improvement
     (https://arxiv.org/abs/2310.20708). A second process models how far trials are from failing, and pending trials are
-    integrated over. Optuna maximises the acquisition function over a box; here it is evaluated on the valid
-    configurations themselves, which is both exact and faster.
+    integrated over.
     """
 
     name = "gp"
 
     def choose(self, candidates: Candidates, seen: Observations, rng: np.random.Generator) -> Config:
-        scored = subsample(candidates, LIMIT, seen, rng)
-        gp = _ConfinedGP(scored, seed=int(rng.integers(2**31)))
+        gp = optuna.samplers.GPSampler(seed=int(rng.integers(2**31)), n_startup_trials=1)
         with one_thread():
             code = ask(build_study(gp, self._encoding, seen), self._encoding)
         return candidates.closest(code, rng)
-
-
-class _ConfinedGP(OptunaGPSampler):
-    """A GPSampler whose acquisition function is maximised over given candidates."""
-
-    def __init__(self, candidates: Candidates, *, seed: int) -> None:
-        super().__init__(seed=seed, n_startup_trials=1, warn_independent_sampling=False)
-        self._candidates = candidates
-        self._names: tuple[str, ...] = ()
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        self._names = tuple(search_space)
-        return super().sample_relative(study, trial, search_space)
-
-    # Optuna allows overriding this method, but later versions may not call it. `closest` ensures even then
-    # that only valid and new configurations are proposed.
-    def _optimize_acqf(self, acqf: Any, best_params: np.ndarray | None) -> np.ndarray:
-        points = _normalised(self._candidates.encoding, self._candidates.codes, self._names)
-        scores = [acqf.eval_acqf_no_grad(points[i : i + CHUNK]) for i in range(0, len(points), CHUNK)]
-        return points[np.argmax(np.concatenate(scores))]
-
-
-def _normalised(encoding: Encoding, codes: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-    """Codes as Optuna's processes take them, shape (n, names): integers in the middle of equal parts of 0 to 1,
-    categories as their index.
-    """
-    columns = [encoding.names.index(name) for name in names]
-    start = codes[:, columns] + encoding.optional[columns]
-    sizes = encoding.sizes[columns] + encoding.optional[columns]
-    return np.where(encoding.ordered[columns], (start + 0.5) / sizes, start.astype(np.float64))

@@ -1,18 +1,14 @@
-"""Server of the dashboard: its endpoints, its address and port, access control, and security headers of its responses."""
+"""Server of the dashboard: its endpoints, its port, and security headers of its responses."""
 
-import hmac
 import ipaddress
 import json
 import re
-import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
 
 from ...base.errors import MissingDependency, NotFound, StudyError, UsageError
 from ...base.reading import Outside, open_inside, read_inside, tail_inside
@@ -22,9 +18,10 @@ from ..report import Source
 from ..report.page import SCRIPTS, asset, bundle, exports
 from .library import Library
 
-COOKIE = "redline-token"
-"""Prefix of the cookie's name; a dash and the port follow."""
-
+ADDRESS = "127.0.0.1"
+"""Address that it listens on."""
+NAMES = frozenset({"localhost", ADDRESS, "[::1]"})
+"""Names that the Host header may have."""
 HEADERS = {
     # Scripts and styles only from files of this server, so that text which looks like HTML has no effect.
     "content-security-policy": (
@@ -44,20 +41,12 @@ _NAME = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(?::[0-9]{1,5})?")
 
 
 class Guard:
-    """An ASGI middleware that checks the Host header or the token and adds `HEADERS`.
-
-    Args:
-        app: the guarded application.
-        token: the token that a visitor must send, once as `?token=` (then kept in a cookie) or as a bearer token;
-            None on the loopback addresses of this machine.
-        hosts: names that the Host header may have; None for any. Without this check a page of another site could
-            reach the server under its own name, by DNS rebinding.
+    """An ASGI middleware that checks the Host header and adds `HEADERS`. Without the check a page of another site could reach the
+    server under its own name, by DNS rebinding.
     """
 
-    def __init__(self, app: Any, *, token: str | None, hosts: Iterable[str] | None) -> None:
+    def __init__(self, app: Any) -> None:
         self.app = app
-        self.token = token
-        self.hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -65,35 +54,15 @@ class Guard:
             return
         if scope["type"] != "http":
             return
-
         guarded = with_headers(send, HEADERS)
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if self.hosts is not None and _host(headers.get("host", "")) not in self.hosts:
-            await _answer(guarded, 400, "This dashboard accepts only the names of this machine.")
+        if _host(headers.get("host", "")) in NAMES:
+            await self.app(scope, receive, guarded)
             return
-        if self.token is not None:
-            # Cookies are shared by all ports of a host, and each port may have its own dashboard.
-            cookie = f"{COOKIE}-{(scope.get('server') or ('', ''))[1]}"
-            query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            token = next((value for name, value in query if name == "token"), None)
-            if token is not None and self._is_token(token):
-                query_left = urlencode([pair for pair in query if pair[0] != "token"])
-                path = scope["path"] if scope["path"].startswith("/") and not scope["path"].startswith("//") else "/"
-                stored_cookie = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
-                location = path + ("?" + query_left if query_left else "")
-                await _answer(guarded, 303, "", {"location": location, "set-cookie": stored_cookie})
-                return
-            if not self._is_token(_cookie(headers, cookie)) and not self._is_token(_bearer(headers)):
-                await _answer(
-                    guarded,
-                    401,
-                    "This dashboard needs its token: open the address with ?token=... that it printed at its start.",
-                )
-                return
-        await self.app(scope, receive, guarded)
-
-    def _is_token(self, token: str | None) -> bool:
-        return token is not None and self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
+        body = b"This dashboard accepts only the names of this machine."
+        answer = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+        await guarded({"type": "http.response.start", "status": 400, "headers": answer})
+        await guarded({"type": "http.response.body", "body": body})
 
 
 def with_headers(send: Any, headers: Mapping[str, str]) -> Any:
@@ -115,45 +84,15 @@ def _host(header: str) -> str | None:
     return match[1] if match else None
 
 
-def _cookie(headers: dict[str, str], name: str) -> str | None:
-    try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return None
-    return morsel.value if morsel else None
-
-
-def _bearer(headers: dict[str, str]) -> str | None:
-    kind, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else None
-
-
-async def _answer(send: Any, status: int, message: str, headers: dict[str, str] | None = None) -> None:
-    body = message.encode()
-    all_headers = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **(headers or {})}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
-
-
 PORT = 8420
 TRIES = 100
 """Ports that are tried, from the requested one upwards."""
-
-SHORTEST_TOKEN = 12  # about 72 bits, if its characters are random
 
 
 def serve(
     root: str | Path,
     *,
-    host: str = "127.0.0.1",
     port: int = PORT,
-    token: str | None = None,
     say: Callable[[str], None] = print,
     started: Callable[[Any], None] = lambda server: None,
 ) -> None:
@@ -161,15 +100,13 @@ def serve(
 
     Args:
         root: the folder.
-        host: address to listen on. Any but the loopback addresses (127.0.0.1, ::1, localhost) needs a token.
         port: the first port to try; 0 for any.
-        token: the token that visitors must send; with None one is generated where it is needed.
         say: receives the lines to print: the address, and a port in use.
         started: receives the uvicorn server before it runs; its `should_exit` ends it.
 
     Raises:
         StudyError: the folder does not exist, or contains no readable run.
-        UsageError: the address or token cannot be used.
+        UsageError: no port is free.
         MissingDependency: FastAPI or uvicorn is not installed.
     """
     library = Library(root)
@@ -187,24 +124,15 @@ def serve(
         raise MissingDependency(
             f"the dashboard needs {error.name}, which is not installed: pip install 'redline[dashboard]'"
         ) from error
-    local = is_local(host)
-    if token is not None and not re.fullmatch(rf"[A-Za-z0-9_.~-]{{{SHORTEST_TOKEN},}}", token):
-        raise UsageError(
-            f"--token must have at least {SHORTEST_TOKEN} characters from letters, digits and -_.~; "
-            "without it one is generated"
-        )
-    if not local and token is None:
-        token = secrets.token_urlsafe(24)
-    listening = listen(host, port)
+    listening = listen(ADDRESS, port)
     chosen = listening.getsockname()[1]
     if port not in (0, chosen):
         say(f"port {port} is in use; serving on {chosen} instead")
     # On a line of its own the address can be clicked in terminals.
     count = len(library.ids())
-    say(f"redline dashboard of {library.root}, {count} run{'s' * (count != 1)}:\n{address(host, chosen, token)}")
-    hosts = ("localhost", "127.0.0.1", "[::1]", host.lower()) if local and token is None else None
+    say(f"redline dashboard of {library.root}, {count} run{'s' * (count != 1)}:\nhttp://{ADDRESS}:{chosen}/")
     config = uvicorn.Config(
-        Guard(app, token=token, hosts=hosts), log_level="warning", access_log=False, server_header=False,
+        Guard(app), log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=2, ws="none",
     )  # fmt: skip
     server = uvicorn.Server(config)
@@ -272,12 +200,6 @@ def listen(host: str, port: int) -> socket.socket:
         f"cannot listen on {host} from port {port} on: {failure.strerror if failure else 'no such port'}; "
         "give another --port or --host"
     )
-
-
-def address(host: str, port: int, token: str | None) -> str:
-    """Returns the URL to open in a browser."""
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{name}:{port}/" + (f"?{urlencode({'token': token})}" if token else "")
 
 
 LOG_BYTES = 256 * 1024
