@@ -51,7 +51,7 @@ DRY_COMMANDS = 3
 GROUPS = {
     "Target": ("workload", "devices", "seq_len", "global_batch", "lora"),
     "Search space": tuple(field.name for field in fields(SpaceRequest)),
-    "Budget": ("trials", "time", "device_hours", "patience"),
+    "Budget": ("trials", "time", "patience"),
     "Devices": ("runner", "hardware", "memory_limit", "ray_address", "device_kind"),
     "Results": ("out", "resume", "as_json", "log_to"),
     "Your own command": ("command", "launcher", "model", "metric", "command_file", "dry"),

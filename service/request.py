@@ -28,7 +28,7 @@ from ..tuner.request.options import SECTIONS, RunRequest
 TRAVELLING: Mapping[str, float | None] = {
     "devices": MAX_DEVICES, "seq_len": 1 << 24, "global_batch": 1 << 24, "lora": None,
     "space": None, "allow": None, "override": None, "fix": None,
-    "trials": 100_000, "time": 1e9, "device_hours": 1e9, "patience": 1 << 30, "sampler": None, "layerwise": None, "seed": 1 << 53,
+    "trials": 100_000, "time": 1e9, "patience": 1 << 30, "sampler": None, "layerwise": None, "seed": 1 << 53,
     "hardware": None, "memory_limit": 1e12, "trial_timeout": 1e9, "measure_time": 1e9, "concurrency": 4096,
 }  # fmt: skip
 """Fields of a request that are sent, with the largest number that a server takes: far above what anybody needs, and small

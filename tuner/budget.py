@@ -1,9 +1,9 @@
-"""Limits of a search: trials, time and device-hours."""
+"""Limits of a search: trials and time."""
 
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 
@@ -24,47 +24,23 @@ class Budget:
     """Number of trials, including the earlier ones of a resumed run; None for no limit."""
     seconds: float | None = None
     """Wall time from the start of a search to its winner, s; None for no limit."""
-    device_hours: float | None = None
-    """Device time of all trials (seconds of a trial times its devices), hours; None for no limit."""
     patience: int = 0
     """Stop when this many of the most promising candidates together are unlikely to gain another 1 %; 0 never stops
     early.
     """
 
-    def check_against(self, timeout_s: float | None, at_once: int | None, devices: int) -> None:
-        """Raises UsageError if limits contradict each other.
-
-        Args:
-            timeout_s: requested deadline of a trial, s; None for the default.
-            at_once: number of concurrent trials; None if it is not known yet.
-            devices: devices of one trial.
-        """
+    def check_against(self, timeout_s: float | None) -> None:
+        """Raises UsageError if the requested deadline of a trial, s, is longer than the whole search."""
         if self.seconds is not None and timeout_s is not None and timeout_s > self.seconds:
             raise UsageError(
                 f"one trial may take {timeout_s:g} s, which is more than the {self.seconds:g} s of the whole "
                 "search; lower the trial timeout or raise the time"
             )
-        if self.seconds is not None and self.device_hours is not None and at_once is not None:
-            most = self.seconds / 3600 * devices * at_once
-            if self.device_hours > most:
-                raise UsageError(
-                    f"{self.device_hours:g} device-hours cannot be spent in {self.seconds:g} s on "
-                    f"{devices * at_once} devices (at most {most:.3g}); leave one of the two out"
-                )
 
 
 def counts(trial: Trial) -> bool:
     """True if a trial counts towards the limit of trials: it was not skipped, and does not refine the winner."""
     return trial.sampler != REFINEMENT and not trial.skipped
-
-
-def device_hours_of(trials: Sequence[Trial], devices: int) -> float:
-    """Device-hours of these trials. `devices` is the default for trials that do not record their number of devices."""
-    seconds = 0.0
-    for trial in trials:
-        if not trial.pending and trial.measured.seconds_total:
-            seconds += trial.measured.seconds_total * (trial.measured.devices or devices)
-    return seconds / 3600
 
 
 class Stopwatch:

@@ -24,9 +24,7 @@ def check(request: Request, task: Task, request_document: Mapping[str, Any]) -> 
     """
     _check_honoured(request, task)
     deadline = request.timeout_s if request.given("trial_timeout") else None
-    # Without a limit, GPUs run as many trials at once as there is room for.
-    at_once = request.concurrency or (1 if task.device.type == "cpu" else None)
-    request.budget.check_against(deadline, at_once, task.devices)
+    request.budget.check_against(deadline)
     if request.layerwise:
         check_refinable(task.own, task.space)
     make_sampler(request.sampler, task.space, seed=request.seed)

@@ -17,7 +17,7 @@ from ..results.summary import best_so_far
 from ..runners import Runner, TrialRequest
 from ..runners.trial.failure import NO_METRIC
 from ..space import Config
-from .budget import Budget, Stopwatch, counts, device_hours_of
+from .budget import Budget, Stopwatch, counts
 from .confirm import Confirmation
 from .feasibility import OutOfMemoryKnowledge
 from .history import reference
@@ -78,8 +78,6 @@ class Search:
     listener: SearchListener = field(default_factory=SearchListener)
     judge: "Judge | None" = None
     """Predicts each trial, and forecasts the gain that is left, for `budget.patience`; None for neither."""
-    devices: int = 1
-    """Devices of a trial, for device-hours."""
     user_code_errors: str = ""
     """Name of the user code to blame if the first `ALIKE` trials crash in the same way, or time out without a metric,
     which ends the search; empty to continue.
@@ -239,9 +237,6 @@ class Search:
             return f"all {self.budget.trials} trials are done"
         if trials and self._too_late(trials):
             return f"the rest of the {self.budget.seconds:g} s is not enough for another trial"
-        limit = self.budget.device_hours
-        if limit is not None and device_hours_of(trials, self.devices) >= limit:
-            return f"the {limit:g} device-hours are used up"
         return self._all_alike(trials) or self._no_use(trials)
 
     def _all_alike(self, trials: list[Trial]) -> str | None:

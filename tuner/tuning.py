@@ -116,7 +116,6 @@ def _search(
                 trial_timeout_s=request.timeout_s,
                 listener=messages.listener,
                 judge=setup.judge,
-                devices=task.devices,
                 user_code_errors=user_code,
                 peak_rate=peak_rate(setup.estimator) if setup.estimator is not None else None,
                 watch=watch,

@@ -100,27 +100,12 @@ def test_crashes_do_not_count_as_not_feasible():
     assert "nothing feasible" not in result.ended
 
 
-def test_device_hours_end_the_search():
-    def fn(config):
-        return Measurement(status=Status.OK, throughput=1.0, seconds_total=0.5)
-
-    result = tune(fn, make_space(), device_hours=4.6 / 3600, devices=2, patience=0)
-    assert "device-hours are used up" in result.ended
-    assert len(result.all_trials) == 5  # of 1 s of device time each
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"patience": -1}, "patience must be a whole number of at least 0"),
         ({"patience": 1.5}, "patience must be a whole number"),
-        ({"device_hours": 0}, "device_hours must be above 0"),
-        ({"device_hours": float("nan")}, "device_hours must be above 0"),
         ({"time": "10s", "trial_timeout": "1m"}, "more than the 10 s of the whole search"),
-        (
-            {"time": "1h", "device_hours": 3, "devices": 2},
-            "3 device-hours cannot be spent in 3600 s on 2 devices",
-        ),
         ({"warm_start": ["no/such/run"]}, "no/such/run"),
         ({"prior": 3.0}, "a prior must be callable"),
     ],

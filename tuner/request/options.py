@@ -1,6 +1,5 @@
 """Request of a search: the arguments of `redline.tune` and of the command line."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, wraps
@@ -47,7 +46,6 @@ class SearchRequest:
         trials: number of trials (16 if neither trials nor time is given).
         time: wall time from this call to the winner, including the re-measurement of the leaders, s or as in `30m`.
             Nothing is started after it, so it is exceeded by one trial at most.
-        device_hours: device time of all trials, h.
         patience: stop when this many further trials together are unlikely (5 %) to gain another 1 %; 0 never stops
             early. By default 5, and 0 for the sampler `grid`, which tries all configurations.
         sampler: see `redline.tuner.sampler_names()`.
@@ -65,16 +63,11 @@ class SearchRequest:
 
     trials: Annotated[
         int | None,
-        Option(
-            "Trials in all.  [default: 16, or no limit with --time or --device-hours]", type=int, least=1, metavar="N"
-        ),
+        Option("Trials in all.  [default: 16, or no limit with --time]", type=int, least=1, metavar="N"),
     ] = None
     time: Annotated[
         str | float | None,
         Option("Wall time to the winner, such as 90s, 30m or 1h30m.", check=parse_duration, metavar="TIME"),
-    ] = None
-    device_hours: Annotated[
-        float | None, Option("Device time of all trials, hours.", type=float, above=0, below=math.inf, metavar="N")
     ] = None
     patience: Annotated[
         int | None,
@@ -101,12 +94,12 @@ class SearchRequest:
     def budget(self) -> Budget:
         """Limits of the search. Raises UsageError if one is invalid."""
         trials, patience = self.trials, self.patience
-        if trials is None and self.time is None and self.device_hours is None:
+        if trials is None and self.time is None:
             trials = DEFAULT_TRIALS
         if patience is None:
             patience = 0 if self.sampler == "grid" else DEFAULT_PATIENCE
         seconds = parse_duration(self.time)
-        return Budget(trials=trials, seconds=seconds, device_hours=self.device_hours, patience=patience)
+        return Budget(trials=trials, seconds=seconds, patience=patience)
 
 
 @dataclass(frozen=True, kw_only=True)
