@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ...base._transformers import refusals
 from ...base.errors import MissingDependency, WorkloadError, unknown
 from ...base.reading import path_of
 from ...models.architecture import one_line
 from ...models.data import BYTE_OFFSET, load_tokenizer
-from .order import BYTES, TrainOn
+from .order import BYTES
 
 if TYPE_CHECKING:
     import datasets
@@ -36,7 +35,7 @@ _OTHER_SPLITS = {"valid", "validation", "val", "test", "eval", "dev"}
 _ABOUT_DATA = ("readme", "license", "dataset_info", "dataset_infos", "state")
 """Names, without ending, of files beside data that are not data."""
 
-RowKind = Literal["text", "conversation", "tokens"]
+RowKind = Literal["text", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +118,11 @@ def _ending(path: Path) -> str:
 def read_rows(source: Source, field: str, cache: Path) -> "tuple[datasets.Dataset, RowKind]":
     """Returns the rows of a source, and their kind.
 
-    A row of texts has `text`: a document, or a line of a text file. A row of conversations has `messages`. A row of tokens
-    has `input_ids`, and `labels` if the source has them.
+    A row of texts has `text`: a document, or a line of a text file. A row of tokens has `input_ids`, and `labels` if the
+    source has them.
 
     Args:
-        field: column with the text or the messages.
+        field: column with the text.
         cache: folder for the rows, which are mapped into memory.
 
     Raises:
@@ -173,24 +172,16 @@ def _selected(read: "datasets.Dataset", source: Source, field: str) -> "tuple[da
         raise WorkloadError(
             f"{source.path}: {unknown('field', field, names)} Name the one with the text by `field: NAME` in --settings."
         )
-    kind = str(read.features[field])
-    messages = getattr(read.features[field], "feature", None)
-    if isinstance(messages, dict) and {"role", "content"} <= set(messages):
-        return _named(read, field, "messages"), "conversation"
     if getattr(read.features[field], "dtype", None) in ("string", "large_string"):
-        return _named(read, field, "text"), "text"
+        rows = read.select_columns([field])
+        return rows if field == "text" else rows.rename_column(field, "text"), "text"
     raise WorkloadError(
-        f"{source.path}: '{field}' must contain a text, or a list of messages with role and content, but contains {kind[:200]}"
+        f"{source.path}: '{field}' must contain a text, but contains {str(read.features[field])[:200]}; other rows, such as "
+        f"conversations, are trained on as tokens, in columns '{TOKENS}' and '{LABELS}'"
     )
 
 
-def _named(read: "datasets.Dataset", field: str, name: str) -> "datasets.Dataset":
-    rows = read.select_columns([field])
-    return rows if field == name else rows.rename_column(field, name)
-
-
 _END_OF_BYTES = 1  # as in ByT5, whose bytes start at BYTE_OFFSET
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -248,47 +239,6 @@ class Encoder:
                 for document in texts
             ]
         return list(self.tokenizer(texts, add_special_tokens=False, **_QUIET)["input_ids"]) if texts else []
-
-    def conversations(self, rows: Rows, train_on: TrainOn) -> dict[str, list[Any]]:
-        """Encodes rows of `messages` by the chat template, which writes all special tokens.
-
-        Raises:
-            WorkloadError: there is no template, it refuses a conversation, or it does not mark the assistant's tokens.
-        """
-        from jinja2 import TemplateError
-
-        if not self.tokenizer.chat_template:
-            raise WorkloadError(
-                f"the tokenizer in {self.name} has no chat template; give a tokenizer with one, or a field that contains text"
-            )
-        if train_on == "assistant" and not _GENERATION.search(self.tokenizer.get_chat_template()):
-            raise WorkloadError(
-                f"the chat template of {self.name} does not mark the assistant's tokens by "
-                "{% generation %}: give train_on=all, a tokenizer with such a template, or a data set with the columns "
-                f"'{TOKENS}' and '{LABELS}'"
-            )
-        encoded: dict[str, list[Any]] = {"tokens": [], "trained": [], "last": []}
-        for messages in rows["messages"]:
-            try:
-                written = self.tokenizer.apply_chat_template(
-                    # A table has all keys in all messages.
-                    [{key: value for key, value in message.items() if value is not None} for message in messages],
-                    tokenize=True,
-                    return_dict=True,
-                    return_assistant_tokens_mask=train_on == "assistant",
-                    tokenizer_kwargs={"verbose": False},
-                )
-            except refusals(TemplateError) as error:
-                raise WorkloadError(
-                    f"the chat template of {self.name} refuses a conversation: {one_line(error)}; it begins with "
-                    f"{str(messages)[:200]}"
-                ) from error
-            tokens = np.asarray(written["input_ids"], dtype=np.uint32)
-            trained = written["assistant_masks"] if train_on == "assistant" else np.ones(len(tokens))
-            encoded["tokens"].append(tokens)
-            encoded["trained"].append(np.asarray(trained, dtype=np.uint8))
-            encoded["last"].append(True)
-        return encoded
 
 
 def encoded_tokens(rows: Rows) -> dict[str, list[Any]]:

@@ -155,7 +155,6 @@ class HashedDraw:
 
 
 Packing = Literal["packed", "padded"]
-TrainOn = Literal["all", "assistant"]
 BYTES = "bytes"
 """Name of the tokenizer that reads text as bytes."""
 LARGEST_SHARE = 0.5
@@ -193,32 +192,10 @@ class DataPlan:
         Option("Folder of a Hugging Face tokenizer, or bytes.  [default: that of --from, else bytes]", metavar="DIR"),
     ] = None
     """Folder of a Hugging Face tokenizer; None or `bytes` reads text as bytes."""
-    field: Annotated[str, Option("Column with the text, or the messages.", check=_column, in_file=True)] = "text"
-    """Column with the text of JSON lines, Parquet and datasets. A list of messages with `role` and `content`
-    is a conversation, written as text by the tokenizer's chat template.
-    """
-    packing: Annotated[
-        Packing | None,
-        Option(
-            "packed or padded.  [default: packed, padded for conversations]",
-            choices=get_args(Packing),
-            in_file=True,
-        ),
-    ] = None
-    """`packed`: samples are cut from all documents in a row. `padded`: one document per sample, cut and padded. None:
-    `padded` for conversations, otherwise `packed`.
-    """
-    train_on: Annotated[
-        TrainOn | None,
-        Option(
-            "Tokens of conversations to train on: all, or the assistant's.  [default: assistant]",
-            choices=get_args(TrainOn),
-            in_file=True,
-        ),
-    ] = None
-    """`assistant`: only the assistant's messages of conversations are predicted, which the chat template has to mark by
-    `{% generation %}`. None: `assistant` for conversations, otherwise `all`.
-    """
+    field: Annotated[str, Option("Column with the text.", check=_column, in_file=True)] = "text"
+    """Column with the text of JSON lines, Parquet and datasets."""
+    packing: Annotated[Packing, Option("packed or padded.", choices=get_args(Packing), in_file=True)] = "packed"
+    """`packed`: samples are cut from all documents in a row. `padded`: one document per sample, cut and padded."""
     held_out: Annotated[
         float, Option("Share of samples held out for evaluation.", type=float, least=0, most=LARGEST_SHARE)
     ] = 0.0

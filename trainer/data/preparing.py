@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from .samples import SampleLayout, Samples, StoreInfo, TokenStore, made_once, us
 if TYPE_CHECKING:
     import datasets
 
-FORMAT = 4
+FORMAT = 5
 """Version of the cache, which changes if the same files give other tokens."""
 BATCH = 64
 """Rows that are tokenised at once: enough for all threads of a fast tokenizer."""
@@ -55,8 +54,6 @@ def prepare(
         MissingDependency: the package that reads such files is not installed.
     """
     _check_task(plan, task)
-    if task != "causal":
-        plan = replace(plan, train_on="all")
     store = TokenStore(_tokens(plan, find_sources(plan.paths), vocab_size, cache, on_read))
     about = store.about
     if about.largest >= vocab_size:
@@ -64,9 +61,7 @@ def prepare(
             f"{plan.paths[0]}: the data has token {about.largest} (tokenizer: {plan.tokenizer or BYTES}), but the model's "
             f"vocabulary has {vocab_size}; they do not match"
         )
-    plan = _resolved(plan, store, task)
     fills = [fill for fill in (pad_id, about.pad_id, about.end_id, 0) if fill is not None and 0 <= fill < vocab_size]
-    assert plan.packing is not None
     layout = SampleLayout(store=store, packing=plan.packing, length=window(task, seq_len), pad_id=fills[0])
     usable = usable_rows(layout, task)
     count = layout.num_rows if usable is None else len(usable)
@@ -87,23 +82,11 @@ def _check_task(plan: DataPlan, task: Task) -> None:
         raise WorkloadError(
             "data files contain text or tokens, but the model classifies images; give its batches by --workload"
         )
-    if task != "causal" and plan.train_on == "assistant":
-        raise WorkloadError(f"train_on=assistant is for causal language models, and this one's task is {task}")
     if task == "seq2seq" and plan.packing == "padded":
         raise WorkloadError(
             "packing=padded makes a sample of a document, but sequence to sequence predicts what follows a text from it; "
             "give packing=packed"
         )
-
-
-def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
-    conversations = store.about.conversations
-    if conversations and task == "seq2seq":
-        raise WorkloadError(
-            f"{plan.paths[0]} contains conversations, which only causal language models can be trained on"
-        )
-    packing = plan.packing or ("padded" if conversations else "packed")
-    return replace(plan, packing=packing, train_on="assistant" if store.about.masked else "all")
 
 
 def _check_size(plan: DataPlan, layout: SampleLayout, count: int) -> None:
@@ -117,7 +100,7 @@ def _check_size(plan: DataPlan, layout: SampleLayout, count: int) -> None:
     if not count:
         raise WorkloadError(
             f"{subject} has nothing to train on: in none of {layout.num_rows} samples of {length} tokens is there a token to "
-            "predict; give a larger sequence length or train_on=all"
+            "predict; give a larger sequence length"
         )
 
 
@@ -129,7 +112,6 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
         "sources": stamps,
         "tokenizer": tokenizer_digest(plan.tokenizer),
         "field": plan.field,
-        "train_on": plan.train_on,
     }
 
     def make(folder: Path) -> StoreInfo:
@@ -144,9 +126,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
             done = 0
             encoded_rows = []
             for number, (source, rows, kind) in enumerate(read):
-                encode = partial(
-                    _encoded, encoder, kind, plan.train_on or "assistant", source, len(rows), done, total, on_read
-                )
+                encode = partial(_encoded, encoder, kind, source, len(rows), done, total, on_read)
                 encoded_rows.append(
                     _mapped(
                         rows, encode, encoded_folder / f"{number}.arrow", LINES if source.reader == "text" else BATCH
@@ -154,9 +134,8 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
                 )
                 done += len(rows)
             about = write_tokens(
-                folder, encoded_rows, conversations=kinds == {"conversation"}, end_id=encoder.end_id, pad_id=encoder.pad_id,
-                mask_id=encoder.mask_id,
-            )  # fmt: skip
+                folder, encoded_rows, end_id=encoder.end_id, pad_id=encoder.pad_id, mask_id=encoder.mask_id
+            )
         if not about.tokens:
             raise WorkloadError(f"the data in {', '.join(plan.paths)} has no token: its texts are empty")
         for read_once in (folder / "raw", encoded_folder):
@@ -178,13 +157,7 @@ def _check_kinds(plan: DataPlan, kinds: set[RowKind], vocab_size: int) -> None:
         raise WorkloadError(
             f"the data in {', '.join(plan.paths)} mixes {' and '.join(sorted(kinds))} rows; give data of one kind"
         )
-    if plan.train_on == "assistant" and kinds != {"conversation"}:
-        raise WorkloadError(f"{plan.paths[0]} contains no conversations, which train_on=assistant needs")
     by_bytes = plan.tokenizer in (None, BYTES)
-    if by_bytes and kinds == {"conversation"}:
-        raise WorkloadError(
-            f"{plan.paths[0]} contains conversations, and text by bytes has no chat template; give a tokenizer with one"
-        )
     if by_bytes and kinds == {"text"} and vocab_size < encoder_of(None).size:
         raise WorkloadError(
             f"{plan.paths[0]}: text by bytes needs a vocabulary of at least {encoder_of(None).size} tokens, but the model "
@@ -193,7 +166,7 @@ def _check_kinds(plan: DataPlan, kinds: set[RowKind], vocab_size: int) -> None:
 
 
 def _encoded(
-    encoder: Encoder, kind: RowKind, train_on: Any, source: Source, count: int, done: int, total: int, on_read: OnRead,
+    encoder: Encoder, kind: RowKind, source: Source, count: int, done: int, total: int, on_read: OnRead,
     rows: Any, numbers: list[int],
 ) -> dict[str, list[Any]]:  # fmt: skip
     """Encodes a batch of rows with these numbers, and reports the progress."""
@@ -201,10 +174,7 @@ def _encoded(
         lines = "".join(rows["text"])
         rows = {"text": [lines], "first": [numbers[0] == 0], "last": [numbers[-1] == count - 1]}
     try:
-        if kind == "conversation":
-            encoded = encoder.conversations(rows, train_on)
-        else:
-            encoded = encoder.texts(rows) if kind == "text" else encoded_tokens(rows)
+        encoded = encoder.texts(rows) if kind == "text" else encoded_tokens(rows)
     except WorkloadError as error:
         raise WorkloadError(f"{source.path}, rows {numbers[0]} to {numbers[-1]}: {error}") from None
     on_read((done + numbers[-1] + 1) / total)

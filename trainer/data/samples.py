@@ -47,8 +47,6 @@ class StoreInfo:
     """SHA-256 of tokens, boundaries and the training mask, hex."""
     masked: bool
     """True if some tokens are not trained on."""
-    conversations: bool
-    """True if the documents are conversations."""
     end_id: int | None
     """Token that ends a text."""
     pad_id: int | None
@@ -94,7 +92,7 @@ def made_once(cache: Path, wanted: Mapping[str, Any], make: Callable[[Path], Sto
 
 
 def write_tokens(
-    folder: Path, parts: "Iterable[datasets.Dataset]", *, conversations: bool, end_id: int | None, pad_id: int | None,
+    folder: Path, parts: "Iterable[datasets.Dataset]", *, end_id: int | None, pad_id: int | None,
     mask_id: int | None,
 ) -> StoreInfo:  # fmt: skip
     """Writes the tokens of rows, one after the other, and returns their description.
@@ -122,7 +120,7 @@ def write_tokens(
     tokens_digest, trained_digest = (digest.hexdigest() for digest in hashes)
     together = f"{tokens_digest}{hashlib.sha256(starts.tobytes()).hexdigest()}{trained_digest}"
     return StoreInfo(
-        tokens=count, documents=len(starts) - 1, largest=largest, masked=masked, conversations=conversations,
+        tokens=count, documents=len(starts) - 1, largest=largest, masked=masked,
         digest=hashlib.sha256(together.encode()).hexdigest(), end_id=end_id, pad_id=pad_id, mask_id=mask_id,
     )  # fmt: skip
 
@@ -234,7 +232,7 @@ class Samples:
     """
 
     plan: DataPlan
-    """The request, with all defaults filled in."""
+    """The request."""
     task: Task
     """`causal`, `masked` or `seq2seq`."""
     vocab_size: int
@@ -296,7 +294,6 @@ class Samples:
             "task": self.task,
             "sample_tokens": self.layout.length,
             "packing": self.plan.packing,
-            "train_on": self.plan.train_on,
             "held_out": self.plan.held_out,
             "shuffle": self.plan.shuffle,
             "seed": self.plan.seed,

@@ -9,24 +9,23 @@ from texts import TOPICS
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
-    """Returns `make(template=None, **special)`, which writes a folder with a BPE of 500 tokens by GPT-2's rules."""
+    """Returns `make()`, which writes a folder with a BPE of 500 tokens by GPT-2's rules."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = ["<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+    special = ["<|end|>", "<|pad|>", "<|im_start|>", "<|mask|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
         TOPICS[:20], trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet)
     )
 
-    def make(template=None, **more):
+    def make():
         folder = tmp_path_factory.mktemp("tokenizer")
-        given = {"eos_token": "<|end|>", "pad_token": "<|pad|>", "mask_token": "<|mask|>", **more}
+        given = {"eos_token": "<|end|>", "pad_token": "<|pad|>", "mask_token": "<|mask|>"}
         made = PreTrainedTokenizerFast(tokenizer_object=bpe, **given)
-        made.chat_template = template
         made.save_pretrained(folder)
         return str(folder)
 
