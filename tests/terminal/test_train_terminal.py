@@ -17,7 +17,7 @@ def test_a_training_to_its_end(here):  # noqa: F811
     assert shown.wait() == 0, shown.text
     text = " ".join(shown.text.split())  # lines break where the paths are long
     assert "training llama on " in text and "configuration: " in text and "corpus.txt: 1 documents" in text
-    assert f"step 30  loss {curve(here / 'terminal')[30]:.4f}" in text
+    assert f"step 30 loss {curve(here / 'terminal')[30]:.4f}" in text
     assert "trained: 30 steps, the latest checkpoint in" in shown.text
 
 
