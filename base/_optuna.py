@@ -5,7 +5,7 @@ Checked with Optuna 5.0. Optuna is imported at first use.
 
 from typing import Any
 
-OVERRIDDEN = {"optuna.samplers.TPESampler": "_compute_acquisition_func"}
+OVERRIDDEN = {"optuna.samplers.GPSampler": "_optimize_acqf"}
 """Private methods of Optuna's classes that redline's subclasses override."""
 
 
