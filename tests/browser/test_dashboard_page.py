@@ -249,15 +249,3 @@ def test_texts_of_a_run_are_never_executed(tab, tmp_path, disk, serving, expect)
     tab.evaluate("location.hash = '#/run/' + encodeURIComponent('<img src=x>')")
     expect(tab.locator(".problems")).to_contain_text("unknown run '<img src=x>'")
     tab.errors.clear()  # the browser logs the 404
-
-
-def test_a_token_opens_the_page_and_leaves_the_address(tab, tmp_path, disk, serving, expect):
-    disk.write_run(tmp_path / "a", 3)
-    address = serving(tmp_path, host="127.0.0.1", token="a-token-of-the-test")
-    tab.goto(address)
-    expect(tab.locator(".run-line")).to_have_count(1)
-    assert "token" not in tab.url
-    tab.goto("about:blank")  # the page would ask again, and log the refusal
-    tab.context.clear_cookies()
-    answer = tab.request.get(address.partition("?")[0] + "api/runs")
-    assert answer.status == 401
