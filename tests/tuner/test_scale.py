@@ -69,6 +69,8 @@ def test_the_global_batch_stays_unless_it_is_to_grow(tmp_path):
     assert [each.global_batch for each in weak.points] == [8, 16] and weak.weak
     usual = rl.scale("gpt2-tiny", "1,2", **small)
     assert len({each.global_batch for each in usual.points}) == 1
+    grown = rl.scale("gpt2-tiny", "1,3", weak=True, **small)
+    assert [each.global_batch for each in grown.points] == [32, 96], "three devices cannot share the usual 32 samples"
 
 
 @pytest.mark.slow
