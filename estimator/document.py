@@ -17,7 +17,7 @@ from .estimate import Estimate
 from .estimator import Estimator
 from .facts.model_facts import ModelFacts
 from .knob_arrays import KnobArrays, knob_arrays
-from .layerwise import Layerwise, followed, further_items, refine, relatives
+from .layerwise import Layerwise, followed, refine, relatives
 from .memory import of_stages
 from .plans import Plan, choose
 from .rank import imbalance
@@ -305,8 +305,8 @@ def estimate_document(
     if _plans_layers(request):
         say("looking for plans for each block")
         context = request.space.beyond if isinstance(request.space.beyond, RuleContext) else None
-        related, items = relatives(request.space, shown_first.config), further_items(request.space)
-        refined = refine(estimator, shown_first, facts, related, context=context, items=items)
+        related = relatives(request.space, shown_first.config)
+        refined = refine(estimator, shown_first, facts, related, context=context)
         document = replace(document, layerwise=refined if layerwise or refined.clear else None)
     return document
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.errors import UsageError, unknown
-from ..knobs.layers import RANKS, BlockStrategy, of_blocks, parse
+from ..knobs.layers import FOLLOWED, BlockStrategy, of_blocks, parse
 from ..knobs.meaning import PIPELINE_SCHEDULES, REDUCED, blocks_of_stages
 from ..knobs.rules import CHUNKED, GENERAL, RULES, RuleContext
 from ..knobs.strategy import BLOCK_KNOBS, OFFLOADS
@@ -168,23 +168,19 @@ class KnobArrays:
 
     def followed(self, index: int) -> dict[str, Any]:
         """The knobs of one configuration that its blocks follow where a run lacks the item, as `layers.own_knobs`."""
-        return {name: int(getattr(self, name)[index]) for name in (*RANKS, "zero")}
+        return {name: int(getattr(self, name)[index]) for name in FOLLOWED}
 
     def of_group(self, layer: BlockStrategy, recomputed: float) -> "KnobArrays":
         """The configurations for a group of blocks with the strategy `layer`, a share `recomputed` of which is recomputed. Ranks
-        that share neither a block's layers nor its sequences share its samples."""
-        sharers = self.tp * self.sequence_ranks // layer.ranks
+        that do not share a block's layers share its samples."""
+        sharers = self.tp // layer.tp
         return replace(
             self,
             tp=np.full(len(self), layer.tp),
-            sp=np.full(len(self), layer.sp),
-            cp=np.full(len(self), layer.cp),
             dp=self.dp * sharers,
             micro_batch=self.micro_batch // sharers,
-            ep=np.full(len(self), layer.ep),
             zero=np.full(len(self), layer.zero),
             checkpoint_ratio=np.full(len(self), float(recomputed)),
-            offload=np.full(len(self), "optimizer", dtype=object) if layer.offload else self.offload,
         )
 
     def of_layers(self, layers: Sequence[BlockStrategy]) -> "KnobArrays":

@@ -2,16 +2,14 @@
 
 Miao et al., Galvatron, arXiv:2211.13878, section 3.3: under a memory limit the choices of the layers of a stage are a knapsack
 problem, solved by dynamic programming over layers and memory. A block can be divided over fewer ranks than the mesh has (these
-then share samples, and sequences where there are too few samples), have any stage of ZeRO, and keep or recompute its
-activations. The program's objective is linear in blocks; its result is predicted as a whole, and only plans that are predicted
-faster than the uniform winner are returned.
+then share samples), have any stage of ZeRO, and keep or recompute its activations. The program's objective is linear in blocks;
+its result is predicted as a whole, and only plans that are predicted faster than the uniform winner are returned.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,12 +92,11 @@ class Layerwise:
     def amounts_to(self) -> dict[str, Any] | None:
         """The equivalent uniform configuration; None if blocks have different strategies, or other ones than the parameters
         outside blocks."""
-        if len(set(self.layers)) != 1 or self.layers[0].tp != self.config.get("tp", 1) or self.layers[0].offload:
+        if len(set(self.layers)) != 1 or self.layers[0].tp != self.config.get("tp", 1):
             return None
         knobs = {name: value for name, value in self.config.items() if name != "strategy"}
         knobs["checkpoint_ratio"] = 1.0 if self.layers[0].ckpt else 0.0
-        block_knobs = {"zero": self.layers[0].zero, "ep": self.layers[0].ep}
-        return {**knobs, **{name: value for name, value in block_knobs.items() if name in knobs}}
+        return {**knobs, **({"zero": self.layers[0].zero} if "zero" in knobs else {})}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -136,7 +133,6 @@ def refine(
     further_bases: Iterable[Config] = (),
     margin: float = MARGIN,
     context: RuleContext | None = None,
-    items: Sequence[str] = (),
 ) -> Layerwise:
     """The fastest plan that is predicted to fit, derived from a uniform winner and related configurations; the winner itself if
     none is predicted to be faster.
@@ -149,7 +145,6 @@ def refine(
             everything recomputed.
         margin: share of the memory limit that may be filled.
         context: values that rules read besides knobs; None for those of the estimator.
-        items: further items that blocks may have, as `further_items` returns them.
     """
     context = replace(
         context or RuleContext(), seq_len=estimator.training.seq_len, blocks=facts.blocks, experts=facts.experts
@@ -161,7 +156,7 @@ def refine(
         return nothing
     planned: dict[tuple[int, _Plan], dict[int, float]] = {}
     for number in _promising(estimator, bases):
-        options = _options(bases[number], bases, facts.blocks, context, items)
+        options = _options(bases[number], bases, facts.blocks, context)
         for plan, seconds in _plans(estimator, bases[number], options, facts, limit).items():
             planned[number, plan] = seconds
     least = [
@@ -187,7 +182,7 @@ def refine(
 def relatives(space: Space, config: Config) -> list[Config]:
     """Configurations that differ in settings that interact with block strategies: the micro-batch, the ZeRO stage of parameters
     outside blocks, and the ranks that share these; also the pipeline schedule if the current one does not allow different
-    blocks. Only blocks have experts, so `ep` is varied alone."""
+    blocks. Only blocks have experts, so `ep` is varied alone, as is `offload`."""
     free = {knob.name for knob in space.free}
     fixed = {name: config[name] for name in free if name in config}
     orders: list[dict[str, Value]] = [{}]
@@ -230,11 +225,6 @@ def _values(space: Space, name: str) -> list[Any]:
     return list(space[name].values) if name in space.by_name and not space[name].derived else []
 
 
-def further_items(space: Space) -> list[str]:
-    """Returns the items that blocks may have because a space varies their knobs: `sp`, `cp` and `offload`."""
-    return [name for name in ("sp", "cp", "offload") if len(_values(space, name)) > 1]
-
-
 def followed(workload: Workload) -> bool:
     """True if a workload's schedule applies a strategy for each block; a user's own schedule may not."""
     return workload.schedule is None or isinstance(workload.schedule, StandardSchedule)
@@ -271,11 +261,10 @@ def _without_recomputation(base: Config) -> dict[str, Value]:
 def _plans(
     estimator: Estimator, base: Config, options: Sequence[BlockStrategy], facts: ModelFacts, limit: float
 ) -> dict[_Plan, dict[int, float]]:
-    """Plans derived from a uniform configuration: for several shares of the memory limit, with all options that offload nothing,
-    with only those that do not move samples, with only those whose experts are spread alike, and with those that differ in
-    recomputation and offloading; each with even shares of the blocks, and with shares that take about as long on every stage.
-    Each has the seconds of a step by the program, with the bubble of a pipeline, for the numbers of the shares of the memory
-    that lead to it."""
+    """Plans derived from a uniform configuration: for several shares of the memory limit, with all options and with only those
+    that do not move samples; each with even shares of the blocks, and with shares that take about as long on every stage. Each
+    has the seconds of a step by the program, with the bubble of a pipeline, for the numbers of the shares of the memory that lead
+    to it."""
     if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and computes gradients of weights separately
         return {}
     tp = _number(base, "tp")
@@ -294,16 +283,11 @@ def _plans(
     seconds = {count: _seconds(estimator, _blocks_of(stage), facts, columns) for count, stage in by_count.items()}
     priced = [_priced(estimator, stage, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
     seconds_of_plans: dict[_Plan, dict[int, float]] = {}
-    base_strategy = BlockStrategy(ckpt=False, **own_knobs(base))
-    on_device = [option for option in options if not option.offload]
-    same_tp = [option for option in on_device if option.tp == tp]
-    same_ep = [option for option in same_tp if option.ep == base_strategy.ep]
-    same_cut = [option for option in options if replace(option, ckpt=False, offload=False) == base_strategy]
+    same_tp = [option for option in options if option.tp == tp]
     uneven = split.pp > 1 and split.chunks == 1 and split.sizes is None
     ends = _ends(estimator, cut, facts, cols)
     filling = 1 + (split.pp - 1) / (split.chunks * float(cols.grad_accum[0]))
-    offloading = [same_cut] if len(on_device) < len(options) else []
-    for allowed in dict.fromkeys(map(tuple, (on_device, same_tp, same_ep, *offloading))):
+    for allowed in dict.fromkeys(map(tuple, (options, same_tp))):
         ways = [
             ([choice for choice in choices if choice.layer in allowed], [share * limit - outside for share in SHARES])
             for outside, choices in priced
@@ -409,54 +393,35 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
     for stage, stage_layers in zip(cut, layers, strict=True):
         ordered = sorted(
             stage_layers,
-            key=lambda layer: (layer.tp, layer.sp, layer.cp, layer.ep, not layer.offload, not layer.ckpt, -layer.zero),
+            key=lambda layer: (layer.tp, not layer.ckpt, -layer.zero),
         )
         placed |= dict(zip(stage.indices, ordered, strict=True))
     return tuple(placed[index] for index in sorted(placed))
 
 
-def _options(
-    base: Config, bases: Sequence[Config], blocks: int, context: RuleContext, items: Sequence[str]
-) -> list[BlockStrategy]:
-    """Options of a block of a uniform configuration that break no rule: the degrees and ZeRO stages of its relatives, and
-    offloading with its own. Groups of replicas (HSDP) hold all blocks alike."""
+def _options(base: Config, bases: Sequence[Config], blocks: int, context: RuleContext) -> list[BlockStrategy]:
+    """Options of a block of a uniform configuration that break no rule: the degrees and ZeRO stages of its relatives. Groups of
+    replicas (HSDP) hold all blocks alike."""
     base_strategy = BlockStrategy(ckpt=False, **own_knobs(base))
-    pp, replicas = _number(base, "pp"), _number(base, "dp") * base_strategy.sp * base_strategy.cp
-    degrees, stages_of_zero, spreads = {base_strategy.tp}, {base_strategy.zero}, {base_strategy.ep}
+    pp, replicas = _number(base, "pp"), _number(base, "dp") * _number(base, "sp") * _number(base, "cp")
+    degrees, stages_of_zero = {base_strategy.tp}, {base_strategy.zero}
     if _number(base, "hsdp") == 1:
         degrees |= set(divisors(base_strategy.tp))
         stages_of_zero |= {_number(relative, "zero", 0) for relative in bases}
         # Blocks of ZeRO 3 may stay whole from forward to backward, as in ZeRO 2.
         stages_of_zero |= {2} if base_strategy.zero == 3 else set[int]()
-        spreads |= {ep for ep in (_number(relative, "ep") for relative in bases) if replicas % ep == 0}
     options = []
     for degree in sorted(degrees):
-        shares = [
-            replace(base_strategy, tp=degree, **sharing) for sharing in _shares(base, base_strategy, degree, items)
-        ]
-        if degree != base_strategy.tp:
-            shares = [
-                option for option in shares if _refused(_named(base, _Plan((option,) * blocks, None)), context) is None
-            ]
+        option = replace(base_strategy, tp=degree)
+        if option != base_strategy and _refused(_named(base, _Plan((option,) * blocks, None)), context) is not None:
+            continue
         joint = replicas * base_strategy.tp // degree
-        for share, stage in product(shares, sorted(stages_of_zero if pp == 1 else {base_strategy.zero})):
+        for stage in sorted(stages_of_zero if pp == 1 else {base_strategy.zero}):
             if joint == 1 and stage != base_strategy.zero:
                 continue
             again = (False, True) if "checkpoint_ratio" in base else (False,)
-            options += [replace(share, ep=ep, zero=stage, ckpt=ckpt) for ep, ckpt in product(sorted(spreads), again)]
-    if "offload" in items and base.get("offload", "none") == "none":
-        options += [replace(option, offload=True) for option in options if replace(option, ckpt=False) == base_strategy]
+            options += [replace(option, zero=stage, ckpt=ckpt) for ckpt in again]
     return options
-
-
-def _shares(base: Config, base_strategy: BlockStrategy, degree: int, items: Sequence[str]) -> list[dict[str, Any]]:
-    """The ways in which the ranks that a smaller `tp` frees share a block's tokens: samples as far as a micro-batch has
-    them, which needs no exchange in attention, and sequences for the rest."""
-    freed = base_strategy.tp // degree
-    shared_by_sequence = freed // gcd(freed, _number(base, "micro_batch"))
-    if shared_by_sequence == 1:
-        return [{}]
-    return [{name: getattr(base_strategy, name) * shared_by_sequence} for name in ("sp", "cp") if name in items]
 
 
 def _named(base: Config, plan: _Plan) -> dict[str, Any]:

@@ -280,18 +280,17 @@ def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) ->
 
 
 def handovers(stage: Stage, layers: Sequence[BlockStrategy], tp: int) -> dict[int, int]:
-    """Number of runs of blocks in a stage that are divided over fewer than `tp` ranks, by that number of ranks: samples and
-    sequences are distributed before each run and gathered after it."""
+    """Number of runs of blocks in a stage that are divided over fewer than `tp` ranks, by that number of ranks: samples are
+    distributed before each run and gathered after it."""
     runs: dict[int, int] = {}
-    degrees_before = None
+    degree_before = None
     for position, index in enumerate(stage.indices):
         layer = layers[index]
         if position and index != stage.indices[position - 1] + 1:  # of another chunk
-            degrees_before = None
-        degrees = (layer.tp, layer.sp, layer.cp)
-        if degrees != degrees_before and layer.tp < tp:
+            degree_before = None
+        if layer.tp not in (degree_before, tp):
             runs[layer.tp] = runs.get(layer.tp, 0) + 1
-        degrees_before = degrees
+        degree_before = layer.tp
     return runs
 
 

@@ -3,17 +3,14 @@
     strategy : run (' ' run)*
     run      : range ':' item (',' item)*
     range    : block | block '-' block                   both ends belong to it; blocks count from 0
-    item     : name number | 'zero' stage | 'ckpt' | 'offload'                '-' for none
-    name     : 'tp' | 'sp' | 'cp' | 'ep'
+    item     : 'tp' number | 'zero' stage | 'ckpt'                            '-' for none
 
 Runs cover all blocks once, in order. An item that a run lacks has the value of the configuration's own knob; `ckpt`
-recomputes the blocks of the run, and without it they keep their activations; `offload` keeps and updates their
-optimizer state in host memory. Modules outside of blocks (embeddings, head) follow the knobs.
+recomputes the blocks of the run, and without it they keep their activations. Modules outside of blocks (embeddings,
+head) follow the knobs.
 
 `tp` of a run divides the knob `tp`, which is that of the mesh: with `tp=4` the blocks of a `tp2` run are each cut over two
-ranks, and two such pairs compute half of the samples of a micro-batch each (docs/parallel.md). With `tp2,sp2` or `tp2,cp2`
-they compute half of each sequence instead. `sp` and `cp` of a run are those of all ranks that share a sequence there, so they
-are multiples of the knobs.
+ranks, and two such pairs compute half of the samples of a micro-batch each (docs/parallel.md).
 
 Source: Miao et al., Galvatron (arXiv:2211.13878), whose plans name the strategy of each layer.
 """
@@ -28,13 +25,9 @@ from ..base.errors import UsageError, unknown
 
 MOST_BLOCKS = 10_000
 """Largest number of blocks of a model."""
-FLAGS = ("ckpt", "offload")
-"""Items without a number."""
-RANKS = ("tp", "sp", "cp", "ep")
-"""Items that are a number of ranks."""
-_FOLLOWED = {**dict.fromkeys(RANKS, 1), "zero": 0}
+FOLLOWED = {"tp": 1, "zero": 0}
 """Knobs that blocks follow, and their neutral values."""
-ITEMS = (*RANKS, "zero", *FLAGS)
+ITEMS = (*FOLLOWED, "ckpt")
 """Items of a run, in the order in which they are printed."""
 _ITEM = re.compile(r"(?P<name>[A-Za-z_]+)(?P<number>[0-9]*)\Z")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
@@ -47,12 +40,8 @@ class Run:
     first: int
     last: int
     tp: int | None = None
-    sp: int | None = None
-    cp: int | None = None
-    ep: int | None = None
     zero: int | None = None
     ckpt: bool = False
-    offload: bool = False
 
     @property
     def count(self) -> int:
@@ -61,9 +50,8 @@ class Run:
 
     def __str__(self) -> str:
         blocks = f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
-        degrees = ((name, getattr(self, name)) for name in (*RANKS, "zero"))
-        items = [f"{name}{value}" for name, value in degrees if value is not None]
-        items += [name for name in FLAGS if getattr(self, name)]
+        items = [f"{name}{value}" for name in FOLLOWED if (value := getattr(self, name)) is not None]
+        items += ["ckpt"] if self.ckpt else []
         return f"{blocks}:{','.join(items) or '-'}"
 
 
@@ -73,23 +61,10 @@ class BlockStrategy:
 
     tp: int
     """Ranks that share the block's weights."""
-    ep: int
-    """Ranks that share its experts."""
     zero: int
     """Stage of ZeRO of its weights."""
     ckpt: bool
     """True if its activations are recomputed."""
-    offload: bool = False
-    """True if its optimizer state is in host memory; the knob `offload` sets that for all blocks."""
-    sp: int = 1
-    """Ranks that share its sequences and exchange heads."""
-    cp: int = 1
-    """Ranks that share its sequences in a ring."""
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that compute one sample together."""
-        return self.tp * self.sp * self.cp
 
 
 @lru_cache(maxsize=4096)
@@ -139,7 +114,7 @@ def printed(runs: Iterable[Run]) -> str:
 
 def own_knobs(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a configuration's knobs that blocks follow where a run lacks the item."""
-    return {name: int(config.get(name, neutral)) for name, neutral in _FOLLOWED.items()}
+    return {name: int(config.get(name, neutral)) for name, neutral in FOLLOWED.items()}
 
 
 def of_blocks(text: str, blocks: int, **knobs: int) -> list[BlockStrategy]:
@@ -148,7 +123,7 @@ def of_blocks(text: str, blocks: int, **knobs: int) -> list[BlockStrategy]:
     Args:
         text: the strategy.
         blocks: repeated blocks of the model.
-        knobs: the configuration's own `tp`, `sp`, `cp`, `ep` and `zero`.
+        knobs: the configuration's own `tp` and `zero`.
 
     Raises:
         UsageError: the text is for another number of blocks, or not a strategy.
@@ -163,7 +138,6 @@ def of_blocks(text: str, blocks: int, **knobs: int) -> list[BlockStrategy]:
     return [
         BlockStrategy(
             ckpt=run.ckpt,
-            offload=run.offload,
             **{name: value if getattr(run, name) is None else getattr(run, name) for name, value in defaults.items()},
         )
         for run in runs
@@ -174,11 +148,8 @@ def of_blocks(text: str, blocks: int, **knobs: int) -> list[BlockStrategy]:
 def uniform(text: str, **knobs: int) -> BlockStrategy | None:
     """Returns the strategy of every block, if all have the same, with the degrees of the knobs; else None.
 
-    None also if the optimizer state of the blocks is in host memory: `offload` of all runs is not the knob `offload`,
-    which includes the modules outside of blocks.
-
     >>> uniform("0-3:ckpt", zero=1), uniform("0-1:ckpt 2-3:-")
-    (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True, offload=False, sp=1, cp=1), None)
+    (BlockStrategy(tp=1, zero=1, ckpt=True), None)
     """
     strategies = set(of_blocks(text, parse(text)[-1].last + 1, **knobs))
     common = next(iter(strategies))
@@ -189,7 +160,7 @@ def uniform(text: str, **knobs: int) -> BlockStrategy | None:
 def text_of(strategies: Sequence[BlockStrategy], **knobs: int) -> str:
     """Formats the strategies of blocks as a text, without items that equal the knobs: the inverse of `of_blocks`.
 
-    >>> text_of([BlockStrategy(2, 1, 0, True)] * 2 + [BlockStrategy(1, 1, 3, False)], tp=2)
+    >>> text_of([BlockStrategy(2, 0, True)] * 2 + [BlockStrategy(1, 3, False)], tp=2)
     '0-1:ckpt 2:tp1,zero3'
     """
     defaults = own_knobs(knobs)
@@ -198,7 +169,6 @@ def text_of(strategies: Sequence[BlockStrategy], **knobs: int) -> str:
             block,
             block,
             ckpt=layer.ckpt,
-            offload=layer.offload,
             **{
                 name: None if getattr(layer, name) == value else getattr(layer, name)
                 for name, value in defaults.items()
@@ -236,15 +206,15 @@ def _item(item: str) -> tuple[str, int | bool]:
     name, number = match["name"], match["number"]
     if name not in ITEMS:
         raise UsageError(f"strategy: {unknown('item', name, ITEMS)}")
-    if name in FLAGS:
+    if name == "ckpt":
         if number:
-            raise UsageError(f"strategy: {name} takes no number, but here is {item!r}")
+            raise UsageError(f"strategy: ckpt takes no number, but here is {item!r}")
         return name, True
     if not number:
         raise UsageError(f"strategy: {name} takes a number, such as {name}2")
     value = int(number)
     if name == "zero" and value > 3:
         raise UsageError(f"strategy: zero is a stage from 0 to 3, but here is {value}")
-    if name in RANKS and not 1 <= value <= 1 << 20:  # `MAX_DEVICES` of strategy.py, which imports this module
-        raise UsageError(f"strategy: {name} is a whole number of at least 1, but here is {value}")
+    if name == "tp" and not 1 <= value <= 1 << 20:  # `MAX_DEVICES` of strategy.py, which imports this module
+        raise UsageError(f"strategy: tp is a whole number of at least 1, but here is {value}")
     return name, value

@@ -41,12 +41,6 @@ class RuleContext:
     """Repeated blocks of the model."""
     no_runs: str | None = None
     """Reason why the blocks of the model cannot have different degrees of tensor parallelism; None if they can."""
-    no_sequences: str | None = None
-    """Reason why ranks cannot share sequences in the model's blocks; None if they can."""
-    no_ring: str | None = None
-    """Reason why they cannot share them in a ring; None if they can."""
-    heads: int | None = None
-    """Attention heads of a block."""
     no_stage_blocks: str | None = None
     """Reason why the knob `stage_blocks` cannot set the blocks of the model's stages; None if it can."""
     experts: tuple[int, ...] | None = None
@@ -201,47 +195,6 @@ def _texts(strategy: Any) -> list[str]:
     return sorted({value for value in texts if isinstance(value, str)})
 
 
-def _ranks(k: Any, run: Run) -> tuple[Any, Any, Any]:
-    """`tp`, `sp` and `cp` of a run."""
-    tp, sp, cp = ((k.tp, run.tp), (k.sp, run.sp), (k.cp, run.cp))
-    return tuple(knob if of_run is None else of_run for knob, of_run in (tp, sp, cp))  # type: ignore[return-value]
-
-
-def _any_run(k: Any, selected: Callable[[Run], Any], condition: Callable[[Any, Any, Any], Any]) -> Any:
-    """Condition that a selected run of the knob `strategy` meets a condition on its `tp`, `sp` and `cp`."""
-    return _where(k, lambda runs: _any(condition(*_ranks(k, run)) for run in runs if selected(run)))
-
-
-def _shares(run: Run) -> bool:
-    """True for a run with its own `sp` or `cp`."""
-    return run.sp is not None or run.cp is not None
-
-
-def _shared_sequences(degree: str) -> Callable[[Any], Any]:
-    """Condition that ranks share the sequences of some run by `degree`, `sp` or `cp`."""
-    return lambda k: _where(k, lambda runs: any((getattr(run, degree) or 1) > 1 for run in runs))
-
-
-_heads_of_runs, _ring_of_runs = _shared_sequences("sp"), _shared_sequences("cp")
-
-
-def _uneven_ep(k: Any, context: RuleContext) -> Any:
-    replicas, common = _replicas(k), gcd(*context.experts) if context.experts else 0
-
-    def uneven(runs: tuple[Run, ...]) -> Any:
-        degrees = {run.ep for run in runs if run.ep is not None and run.ep > 1}
-        if degrees and (context.experts == () or any(common % ep for ep in degrees)):
-            return True
-        return _any(replicas % ep != 0 for ep in degrees)
-
-    return _where(k, uneven)
-
-
-def _ep_unlike(k: Any) -> Any:
-    """Some run has another degree of expert parallelism than the knob `ep`."""
-    return _where(k, lambda runs: _any(run.ep != k.ep for run in runs if run.ep is not None))
-
-
 def _cut_unlike(k: Any) -> Any:
     """Some run is cut over fewer ranks than the mesh has."""
     return _where(k, lambda runs: _any(run.tp < k.tp for run in runs if run.tp is not None))
@@ -255,11 +208,6 @@ def _zero_unlike(k: Any) -> Any:
 def _zero_of_some(k: Any) -> Any:
     """Some weights are cut over replicas by FSDP."""
     return (k.zero >= 2) | _where(k, lambda runs: any((run.zero or 0) >= 2 for run in runs))
-
-
-def _offloads_some(k: Any) -> Any:
-    """Some run keeps its optimizer state in host memory."""
-    return _where(k, lambda runs: any(run.offload for run in runs))
 
 
 def _any(conditions: Iterable[Any]) -> Any:
@@ -440,82 +388,18 @@ RULES: Sequence[Rule] = (
         "tp of each run of the strategy must divide tp, the ranks that share the modules outside of blocks",
     ),
     _rule(
-        "sequences of a run's model",
-        "strategy",
-        lambda k, context: bool(context.no_sequences) and (_heads_of_runs(k) | _ring_of_runs(k)),
-        lambda context: f"ranks cannot share the sequences of a run in this model: {context.no_sequences}",
-    ),
-    _rule(
-        "ring of a run's model",
-        "strategy",
-        lambda k, context: bool(context.no_ring) and _ring_of_runs(k),
-        lambda context: f"ranks cannot share the sequences of a run in a ring in this model: {context.no_ring}",
-    ),
-    _rule(
-        "ring of a run beside heads",
-        "strategy sp cp",
-        lambda k, context: (
-            (k.sp > 1) & _where(k, lambda runs: _any(run.cp > k.cp for run in runs if run.cp is not None))
-        ),
-        "if all ranks exchange heads (sp), those that a run frees do so too: leave cp out of the run and use its sp",
-    ),
-    _rule(
-        "tokens of a run",
-        "strategy sp cp",
-        lambda k, context: (
-            context.seq_len is not None
-            and _any_run(
-                k,
-                _shares,
-                lambda tp, sp, cp: (context.seq_len % (sp * cp) != 0) | ((cp > 1) & (context.seq_len % (2 * cp) != 0)),
-            )
-        ),
-        lambda context: f"sp * cp of a run, and 2 * cp in a ring, must divide the {context.seq_len} tokens of a sample",
-    ),
-    _rule(
-        "heads of a run",
-        "strategy tp sp",
-        lambda k, context: (
-            context.heads is not None
-            and _any_run(k, lambda run: (run.sp or 1) > 1, lambda tp, sp, cp: context.heads % (tp * sp) != 0)
-        ),
-        lambda context: (
-            f"tp * sp of a run must divide the {context.heads} attention heads{_divisors(context.heads or 0)}"
-        ),
-    ),
-    _rule(
-        "ranks of a run",
-        "strategy tp sp cp",
-        lambda k, context: _any_run(
-            k,
-            _shares,
-            lambda tp, sp, cp: (sp % k.sp != 0) | (cp % k.cp != 0) | ((k.tp * k.sp * k.cp) % (tp * sp * cp) != 0),
-        ),
-        "the ranks that a smaller tp of a run frees share its sequences or samples: sp and cp of the run must be multiples "
-        "of the knobs sp and cp, and tp * sp * cp of the run must divide tp * sp * cp of the knobs",
-    ),
-    _rule(
         "samples of a run",
-        "strategy tp sp cp micro_batch",
-        lambda k, context: _any_run(
-            k,
-            lambda run: run.tp is not None,
-            lambda tp, sp, cp: (k.micro_batch * tp * sp * cp) % (k.tp * k.sp * k.cp) != 0,
+        "strategy tp micro_batch",
+        lambda k, context: _where(
+            k, lambda runs: _any((k.micro_batch * run.tp) % k.tp != 0 for run in runs if run.tp is not None)
         ),
-        "ranks that share neither a run's layers nor its sequences share its samples, so tp * sp * cp of the knobs over "
-        "that of the run must divide micro_batch; sp or cp of the run leaves fewer of them",
-    ),
-    _rule(
-        "experts of a run",
-        "strategy dp sp cp",
-        _uneven_ep,
-        "ep of each run of the strategy must divide the experts of a layer and the dp * sp * cp replicas",
+        "ranks that do not share a run's layers share its samples, so tp over that of the run must divide micro_batch",
     ),
     _rule(
         "whole experts of a run",
-        "strategy tp ep etp",
-        lambda k, context: (k.etp == 1) & (_cut_unlike(k) | _ep_unlike(k)),
-        "with etp=1 all blocks have the same tp and ep",
+        "strategy tp etp",
+        lambda k, context: (k.etp == 1) & _cut_unlike(k),
+        "with etp=1 all blocks have the same tp",
     ),
     _rule(
         "sequences of a run",
@@ -531,9 +415,9 @@ RULES: Sequence[Rule] = (
     ),
     _rule(
         "groups of a run",
-        "strategy tp ep zero hsdp",
-        lambda k, context: (k.hsdp > 1) & (_zero_unlike(k) | _cut_unlike(k) | _ep_unlike(k)),
-        "hsdp divides the replicas of all blocks alike: use hsdp=1 where runs differ in tp, ep or zero",
+        "strategy tp zero hsdp",
+        lambda k, context: (k.hsdp > 1) & (_zero_unlike(k) | _cut_unlike(k)),
+        "hsdp divides the replicas of all blocks alike: use hsdp=1 where runs differ in tp or zero",
     ),
     _rule(
         "runs of a pipeline",
@@ -554,23 +438,9 @@ RULES: Sequence[Rule] = (
         "fp16 unscales the gradients of all blocks together; use bf16",
     ),
     _rule(
-        "offloaded runs",
-        "strategy offload",
-        lambda k, context: (k.offload != "none") & _offloads_some(k),
-        "the state of all blocks is in host memory already: leave the item offload out, or the knob",
-    ),
-    _rule(
-        "offloaded runs and scaled gradients",
-        "strategy precision",
-        lambda k, context: (k.precision == "fp16") & _offloads_some(k),
-        "fp16 unscales gradients on the device; use bf16",
-    ),
-    _rule(
         "runs and an offloaded optimizer",
         "strategy tp zero offload",
-        lambda k, context: (
-            ((k.offload != "none") | _offloads_some(k)) & (_zero_unlike(k) | _cut_unlike(k)) & _zero_of_some(k)
-        ),
+        lambda k, context: (k.offload != "none") & (_zero_unlike(k) | _cut_unlike(k)) & _zero_of_some(k),
         "an offloaded optimizer moves weights that are all cut alike over replicas",
     ),
     _rule(
@@ -666,8 +536,8 @@ RULES: Sequence[Rule] = (
     ),
     _rule(
         "attention of a ring",
-        "cp attention strategy",
-        lambda k, context: ((k.cp > 1) | _ring_of_runs(k)) & one_of(k.attention, _OTHER_ATTENTION),
+        "cp attention",
+        lambda k, context: (k.cp > 1) & one_of(k.attention, _OTHER_ATTENTION),
         "a ring has its own attention, which uses torch's flash attention if attention is sdpa",
     ),
 )

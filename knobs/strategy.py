@@ -11,7 +11,7 @@ from math import isfinite, prod
 from typing import Any, NamedTuple
 
 from ..base.errors import UsageError
-from .layers import canonical, parse
+from .layers import canonical
 from .meaning import (
     FORMATS,
     PIPELINE_SCHEDULES,
@@ -189,9 +189,7 @@ class Strategy:
     @property
     def needs_experts(self) -> bool:
         """True if experts are distributed differently from other weights, or have a capacity, in any block."""
-        runs = parse(self.strategy) if self.strategy is not None else ()
-        spread = self.ep > 1 or any((run.ep or 1) > 1 for run in runs)
-        return spread or self.etp > 0 or self.capacity_factor > 0
+        return self.ep > 1 or self.etp > 0 or self.capacity_factor > 0
 
     @property
     def formats(self) -> Formats:

@@ -1,6 +1,6 @@
 """An optimizer with its state and arithmetic on the CPU."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,25 +23,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Args:
         params: all parameters that are updated.
         make: makes the inner optimizer.
-        chosen: parameters whose state is in host memory; None for all. The inner optimizer steps the others in place.
 
     Source: Rajbhandari et al., ZeRO-Offload (2021).
     """
 
-    def __init__(
-        self, params: Iterable[nn.Parameter], make: Make, chosen: Collection[nn.Parameter] | None = None
-    ) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], make: Make) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        params_to_step: list[nn.Parameter] = []
-        self._in_place: list[nn.Parameter] = []
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         """Host memory for the gradient of each copy."""
         for param in params:
             if not param.requires_grad:
-                continue
-            if chosen is not None and param not in chosen:
-                self._in_place.append(param)
-                params_to_step.append(param)
                 continue
             # Each rank steps its own shard of FSDP, as a plain tensor: a DTensor on the CPU would
             # still belong to the mesh of the devices.
@@ -49,11 +40,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             host = nn.Parameter(_host_like(shard))
             host.data.copy_(shard, non_blocking=True)
             self.pairs.append((param, host))
-            params_to_step.append(host)
         self._record_weights()
         self._wait()
-        self.inner = make(params_to_step)
-        super().__init__([*(param for param, _ in self.pairs), *self._in_place], {})
+        self.inner = make([host for _, host in self.pairs])
+        super().__init__([param for param, _ in self.pairs], {})
         # Learning-rate schedulers change the groups, so both optimizers share them.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
@@ -129,9 +119,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model's own parameters."""
-        for _, host in self.pairs:
+        for param, host in self.pairs:
             host.grad = None
-        for param in (*(param for param, _ in self.pairs), *self._in_place):
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:

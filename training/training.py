@@ -366,7 +366,7 @@ class Training:
                 kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
         whole_experts = self.strategy.etp == 1
-        if (self.strategy.ep > 1 or whole_experts) and self.strategy.strategy is None and "shard_experts" not in done:
+        if (self.strategy.ep > 1 or whole_experts) and "shard_experts" not in done:
             sch.shard_experts(self.strategy.ep, whole=whole_experts)
         if self.strategy.capacity_factor and "limit_experts" not in done:
             sch.limit_experts(self.strategy.capacity_factor)

@@ -51,7 +51,7 @@ def refiner(
 
     def refined(trials: Sequence[Trial]) -> Refinement | None:
         from ..estimator.knob_arrays import knob_arrays
-        from ..estimator.layerwise import MARGIN, further_items, refine, relatives
+        from ..estimator.layerwise import MARGIN, refine, relatives
         from ..estimator.survey import Ranked
 
         winner = summary.best(trials)
@@ -70,7 +70,6 @@ def refiner(
                 relatives(space, winner.config),
                 margin=min(MARGIN, 1.0 - headroom),
                 context=space.beyond if isinstance(space.beyond, RuleContext) else None,
-                items=further_items(space),
             )
         except UsageError as error:
             warn(f"the winner is not refined layer by layer: {error}")

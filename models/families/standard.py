@@ -62,12 +62,6 @@ class Runs(NamedTuple):
     """Number of blocks."""
     no_runs: str | None = None
     """Obstacle to cutting them unlike each other."""
-    no_sequences: str | None = None
-    """Obstacle to sharing sequences among ranks."""
-    no_ring: str | None = None
-    """Obstacle to sharing them in a ring."""
-    heads: int | None = None
-    """Attention heads of a block."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class StandardSchedule:
     | `virtual_stages` | number of stages on each of its ranks |
     | `stage_blocks` | number of blocks of each stage, in place of even shares |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
-    | `strategy` | runs of blocks are cut over fewer ranks, which share samples or sequences; `ckpt` recomputes, `offload` moves |
+    | `strategy` | runs of blocks are cut over fewer ranks, which share samples; `ckpt` recomputes |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
     | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
@@ -128,19 +122,17 @@ class StandardSchedule:
         whole_experts = tp > 1 and config.get("etp", 0) == 1
         if sp * cp > 1:
             sch.cut_sequence(sp=sp, cp=cp)
-        degrees = [(layer.tp, layer.sp // sp, layer.cp // cp) for layer in layers or ()]
+        degrees = [layer.tp for layer in layers or ()]
         self._share_samples(sch, _between(blocks, ends), degrees, tp)
         if tp > 1:
-            uncut = {block.path for block, degree in zip(blocks, degrees) if degree[0] == 1}
+            uncut = {block.path for block, degree in zip(blocks, degrees) if degree == 1}
             cut = [block for block in blocks if block.path not in uncut]
             sequence_parallel = bool(config.get("sequence_parallel", False))
             if whole_experts:
                 # Before layers are cut, so that experts are left whole. A loss that balances them is of all tokens.
                 sch.shard_experts(ep, whole=True, divided=sequence_parallel and not balances(sch.module))
             self._cut(sch, cut, sequence_parallel)
-        if layers is not None and not whole_experts:
-            self._spread_experts(sch, blocks, [layer.ep for layer in layers])
-        elif ep > 1 and not whole_experts:
+        if ep > 1 and not whole_experts:
             sch.shard_experts(ep)
         if config.get("capacity_factor", 0):
             sch.limit_experts(config["capacity_factor"])
@@ -149,8 +141,6 @@ class StandardSchedule:
         for block, layer in zip(blocks, layers or ()):
             if layer.ckpt:
                 block.checkpoint()
-        if offloaded := [block.path for block, layer in zip(blocks, layers or ()) if layer.offload]:
-            sch.offload("optimizer", blocks=offloaded)
         for stage in _between(blocks, ends) if layers is None else ():
             for index in recomputed(len(stage), config.get("checkpoint_ratio", 0)):
                 stage[index].checkpoint()
@@ -205,34 +195,15 @@ class StandardSchedule:
 
     def runs(self, sch: "Schedule") -> Runs:
         """The repeated blocks of a model, given its schedule or that of its skeleton."""
-        from ...schedule.parallel.sequences import heads_of, obstacle
-
-        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1, blocks=True)
-        return Runs(
-            blocks=len(blocks),
-            no_runs=self.runs_obstacle(blocks),
-            no_sequences=no_sequences,
-            no_ring=no_sequences or obstacle(sch.module, 1, 2, blocks=True),
-            heads=heads_of(sch.module),
-        )
-
-    def _spread_experts(self, sch: "Schedule", blocks: "Sequence[Schedule]", degrees: Sequence[int]) -> None:
-        """Spreads the experts of blocks over as many ranks as each has; blocks without experts have none to spread."""
-        from ...schedule.parallel.experts import mixtures_of
-
-        for ep in sorted({degree for degree in degrees if degree > 1}):
-            inside = [
-                block.path for block, degree in zip(blocks, degrees) if degree == ep and mixtures_of(block.module)
-            ]
-            if inside:
-                sch.shard_experts(ep, blocks=inside)
+        blocks = self.blocks(sch)
+        return Runs(blocks=len(blocks), no_runs=self.runs_obstacle(blocks))
 
     def _share_samples(
-        self, sch: "Schedule", stages: "Sequence[Sequence[Schedule]]", degrees: Sequence[tuple[int, int, int]], tp: int
+        self, sch: "Schedule", stages: "Sequence[Sequence[Schedule]]", degrees: Sequence[int], tp: int
     ) -> None:
-        """Makes ranks share the tokens of blocks that are cut over fewer than `tp` of them; between neighbours of the same
-        degrees (`tp`, and of the others `sp` and `cp`), within a stage, tokens stay where they are."""
-        if all(degree == (tp, 1, 1) for degree in degrees):
+        """Makes ranks share the samples of blocks that are cut over fewer than `tp` of them; between neighbours of the same
+        degree, within a stage, samples stay where they are."""
+        if all(degree == tp for degree in degrees):
             return
         if reason := self.runs_obstacle([block for stage in stages for block in stage]):
             raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {reason}")
@@ -243,8 +214,8 @@ class StandardSchedule:
             for block, degree, previous, following in zip(
                 stage, stage_degrees, [None, *stage_degrees], [*stage_degrees[1:], None]
             ):
-                if degree != (tp, 1, 1):
-                    block.share_samples(*degree, enters=degree != previous, leaves=degree != following, draws=drawing)
+                if degree != tp:
+                    block.share_samples(degree, enters=degree != previous, leaves=degree != following, draws=drawing)
 
     def _stage_ends(
         self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int, stage_blocks: str | None

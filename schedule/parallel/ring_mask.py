@@ -157,29 +157,6 @@ class RingMask:
         return torch.stack([stacked[:, 0].any(), stacked[:, 1].all(), stacked[:, 2].all()])
 
 
-Masks = dict[str, Any]
-"""The attention masks of a forward pass whose blocks have different rings, or some none: a `RingMask` for each ring, by the
-name of its process group, and under `""` the mask of blocks without a ring. It is a dictionary so that tensors in it are cut,
-moved and counted like other arguments of a block.
-"""
-
-
-def make_masks(*, rings: Sequence[Axis | None], plain: Callable[..., Any] | None, **kwargs: Any) -> Any:
-    """Returns the masks of full sequences for some rings, one or several (`Masks`); replaces a mask function of transformers.
-
-    Args:
-        rings: the rings; None for blocks without a ring.
-        plain: the mask function of blocks without a ring.
-    """
-
-    def mask_for(ring: Axis | None) -> Any:
-        return make_mask(axis=ring, **kwargs) if ring is not None else plain(**kwargs) if plain is not None else None
-
-    if len(rings) == 1:
-        return mask_for(rings[0])
-    return {"" if ring is None else ring.group_name: mask_for(ring) for ring in rings}
-
-
 def stretches_of(rank: int, ranks: int) -> tuple[int, int]:
     """Returns the two stretches of a sequence that a rank of a ring has.
 

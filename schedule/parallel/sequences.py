@@ -36,7 +36,7 @@ from ...knobs.rules import sequence_refusal
 from ..collectives import all_to_all
 from ..forward import Inner, Layer, add_layer, layers_of, named_arguments
 from . import ring, ring_mask
-from .collectives import Axis, all_gather
+from .collectives import Axis
 
 IGNORED = -100
 """The label of tokens that the loss ignores."""
@@ -70,9 +70,6 @@ class SequenceAxes:
     """The ranks that exchange heads."""
     cp: Axis | None
     """The ranks of a ring."""
-    documents: bool = False
-    """True if samples may have several documents that attention derives from positions: in a run of blocks, if ranks have
-    full samples outside it."""
 
 
 def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis | None, tp: int) -> None:
@@ -93,7 +90,7 @@ def attend_together(model: Any, within: nn.Module, axes: SequenceAxes, tp: int) 
     """Makes attention in a module of a transformers model exchange heads, or keys and values, among ranks.
 
     Args:
-        within: the module, sharded over `tp` ranks; `axes` replaces its previous axes.
+        within: the module, sharded over `tp` ranks.
     """
     for module in within.modules():
         module.__dict__["_sequence_axes"] = axes
@@ -106,12 +103,7 @@ def attend_together(model: Any, within: nn.Module, axes: SequenceAxes, tp: int) 
     change_attention(model, partial(_registered, model=model))
 
 
-def shards_of_model(model: nn.Module) -> SequenceShards | None:
-    """Returns how ranks share all sequences of a model; None if they do not."""
-    return next((layer.sharing for layer in layers_of(model, CutSequence)), None)
-
-
-def heads_of(model: nn.Module) -> int | None:
+def _heads_of(model: nn.Module) -> int | None:
     """Returns the number of attention heads of a transformers model's blocks; None if it is not one number."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -120,12 +112,11 @@ def heads_of(model: nn.Module) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1, blocks: bool = False) -> str | None:
+def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str | None:
     """Returns why sequences of a model cannot be cut over `sp * cp` ranks; None if they can.
 
     Args:
         tp: number of ranks that shard each layer of the model.
-        blocks: sequences are cut in blocks only; positions and the loss are computed from full samples.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -136,9 +127,9 @@ def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1, blocks: bool = Fal
         return f"{config.model_type} has attention code of its own instead of the attention functions of transformers"
     if reason := _mixes_tokens(model, config) or (ring.obstacle(model) if cp > 1 else None):
         return f"{config.model_type} {reason}"
-    if not blocks and (reason := _needs_whole_samples(model, config)):
+    if reason := _needs_whole_samples(model, config):
         return reason
-    heads = heads_of(model)
+    heads = _heads_of(model)
     if sp > 1 and (heads is None or heads % (sp * tp)):
         degrees = f"tp * sp, {tp} * {sp}," if tp > 1 else f"{sp} ranks"
         return f"{degrees} must divide the {heads} attention heads"
@@ -208,20 +199,18 @@ def _registered(name: str, model: nn.Module) -> str:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name, model_module, shards = name.partition(_OVER)[0], type(model).__module__, shards_of_model(model)
-    rings = sorted({axes_of(module).cp for module in model.modules()}, key=lambda axis: axis.group_name if axis else "")
-    ranks = 1 if shards is None else shards.ranks
-    new_name = f"{name}{_OVER}{model_module}, {ranks}, {', '.join(axis.group_name if axis else '' for axis in rings)}"
+    name, model_module, ring_axis = name.partition(_OVER)[0], type(model).__module__, axes_of(model).cp
+    ranks = layers_of(model, CutSequence)[0].sharing.ranks
+    new_name = f"{name}{_OVER}{model_module}, {ranks}, {'' if ring_axis is None else ring_axis.group_name}"
     # Each family has its eager attention in its own module; the interface has the others.
     attention = sys.modules[model_module].eager_attention_forward if name == "eager" else AttentionInterface()[name]
     ring_attend = torch.compiler.disable(ring.attend)  # the ring's communication is kept out of compiled graphs
     AttentionInterface.register(new_name, partial(attend, attention=attention, ring_attend=ring_attend, name=name))
     make_plain = AttentionMaskInterface().get(name)
-    if rings != [None]:
-        make_plain = partial(ring_mask.make_masks, rings=rings, plain=make_plain)
+    if ring_axis is not None:
+        make_plain = partial(ring_mask.make_mask, axis=ring_axis)
     if make_plain is not None:
-        make_full = make_plain if shards is None else partial(whole_mask, make=make_plain, ranks=ranks)
-        AttentionMaskInterface.register(new_name, make_full)
+        AttentionMaskInterface.register(new_name, partial(whole_mask, make=make_plain, ranks=ranks))
     return new_name
 
 
@@ -255,7 +244,7 @@ def attend(
 
     Args:
         query, key, value: (B, heads, tokens of this rank, D).
-        attention_mask: a mask of full sequences, or several (`ring_mask.Masks`).
+        attention_mask: a mask of full sequences.
         attention: an attention function of transformers.
         ring_attend: `ring.attend`.
         name: transformers' name of `attention`.
@@ -264,14 +253,10 @@ def attend(
         The output, (B, tokens of this rank, heads, D), and attention weights or None.
     """
     axes = axes_of(module)
-    if isinstance(attention_mask, dict):
-        attention_mask = attention_mask["" if axes.cp is None else axes.cp.group_name]
     if axes.cp is not None:
         attention = partial(ring_attend, axis=axes.cp, kernels=name != "eager")
     if axes.sp is None:
         return attention(module, query, key, value, attention_mask, **kwargs)
-    if axes.documents and name.startswith("flash") and kwargs.get("position_ids") is not None:
-        kwargs["position_ids"] = all_gather(kwargs["position_ids"], -1, axes.sp)
     # Tokens for heads, and back: (B, H, T / S, D) becomes (B, H / S, T, D). Dimension 1 is heads before attention, and tokens
     # in its output.
     if (copies := repeats(key.shape[1], axes.sp.size)) > 1:
@@ -295,7 +280,7 @@ def whole_mask(
     """Returns the mask of full sequences, when transformers requests that of this rank's shard.
 
     Args:
-        make: one of transformers' mask functions, or `ring_mask.make_masks`.
+        make: one of transformers' mask functions, or `ring_mask.make_mask`.
         ranks: the number of ranks that share a sequence.
         q_length, kv_length: tokens of the shard.
         mask_function: returns True if a token may attend to another, from their positions in the sequence.

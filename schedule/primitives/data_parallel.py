@@ -350,18 +350,16 @@ _OFFLOADABLE = ("activations", "optimizer")
 
 
 @primitive
-def offload(sch: ScheduledModule, what: str = "activations", blocks: Sequence[str] | None = None) -> None:
+def offload(sch: ScheduledModule, what: str = "activations") -> None:
     """Keeps state in host memory while the device does not need it.
 
     Args:
         what: `activations`: tensors that this module saves for the backward pass are copied out in the forward and
             back in the backward. `optimizer` (on the root): the optimizer's state and step are on the CPU, on copies
             of the weights; each step copies the gradients out and the weights in.
-        blocks: with `optimizer`, paths of the modules whose parameters have their state on the CPU; None for all.
 
     Raises:
-        ScheduleError: unknown `what`; `optimizer` on a module below the root; `blocks` with `activations`, or unknown ones;
-            or called before.
+        ScheduleError: unknown `what`; `optimizer` on a module below the root; or called before.
     """
     label = f"offload on '{sch.name}'"
     if what not in _OFFLOADABLE:
@@ -371,15 +369,8 @@ def offload(sch: ScheduledModule, what: str = "activations", blocks: Sequence[st
     apply = _activations if what == "activations" else _optimizer
     if sch.deferred(apply):
         raise ScheduleError(f"{label}: {what} are offloaded already")
-    if blocks is not None and what != "optimizer":
-        raise ScheduleError(f"{label}: activations are offloaded module by module, so call it on each of the blocks")
-    for path in blocks or ():
-        sch[path]
     check_called(sch, "offload")
-    if what == "optimizer":
-        sch.defer("offload", apply, blocks=blocks)
-    else:
-        sch.defer("offload", apply)
+    sch.defer("offload", apply)
 
 
 class OffloadedActivations(Layer):
@@ -408,18 +399,6 @@ def _activations(sch: ScheduledModule, module: nn.Module, context: Any) -> None:
     add_layer(module, OffloadedActivations())
 
 
-def _optimizer(sch: ScheduledModule, module: nn.Module, context: Any, blocks: Sequence[str] | None) -> None:
-    make = context.optimizer
-    if make is None:
-        return
-    if blocks is None:
+def _optimizer(sch: ScheduledModule, module: nn.Module, context: Any) -> None:
+    if (make := context.optimizer) is not None:
         context.optimizer = lambda params: OffloadedOptimizer(params, make)
-        return
-    block_modules = [sch[path].module for path in blocks]
-
-    def partly(params: Iterable[nn.Parameter]) -> Any:
-        # Resolved here: FSDP has replaced the parameters by now.
-        chosen = {param for block in block_modules for param in block.parameters()}
-        return OffloadedOptimizer(params, partial(_in_groups, make), chosen)
-
-    context.optimizer = partly

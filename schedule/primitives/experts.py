@@ -1,6 +1,6 @@
 """Primitives of mixtures of experts: experts spread over ranks, and their capacity."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -29,9 +29,7 @@ from .tensor_parallel import sharing_around
 
 
 @primitive
-def shard_experts(
-    sch: ScheduledModule, ep: int, blocks: Sequence[str] | None = None, whole: bool = False, divided: bool = False
-) -> None:
+def shard_experts(sch: ScheduledModule, ep: int, whole: bool = False, divided: bool = False) -> None:
     """Spreads the experts of every mixture over groups of `ep` neighbours along the `dp` axis of the mesh.
 
     Each rank stores and updates `1 / ep` of the experts, each of which may be cut over the `tp` axis. Rows of tokens are
@@ -43,16 +41,15 @@ def shard_experts(
     neighbours along the `tp` and `dp` axes together.
 
     Args:
-        ep: number of ranks that share the experts; it divides the ranks of the axis and the experts of these mixtures.
+        ep: number of ranks that share the experts; it divides the ranks of the axis and the experts of each mixture.
             With `whole` it may be 1, and divides the ranks of the `tp` axis or is a multiple of their number.
-        blocks: paths of the modules that contain the mixtures; None for the whole model.
         whole: do not cut experts over the `tp` axis; call it before `shard`.
         divided: with `whole`, the ranks of the `tp` axis have different tokens already, for example of a cut sequence.
 
     Raises:
-        ScheduleError: not the root; the mesh has no such axis, or groups of `ep` do not divide it; called before for one of
-            these mixtures; there are no experts, or `ep` does not divide them; called after `shard_data`; or `whole` for
-            experts that are cut, or that are in blocks that share samples.
+        ScheduleError: not the root; the mesh has no such axis, or groups of `ep` do not divide it; called before; there are
+            no experts, or `ep` does not divide them; called after `shard_data`; or `whole` for experts that are cut, or that
+            are in blocks that share samples.
 
     Source: Lepikhin et al., GShard (arXiv:2006.16668).
     """
@@ -62,14 +59,9 @@ def shard_experts(
     smallest = 1 if whole else 2
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < smallest:
         raise ScheduleError(f"{label}: ep must be a whole number of at least {smallest}, but is {ep!r}")
-    block_modules = [sch[path].module for path in blocks] if blocks is not None else [sch.module]
-    if any(spread_experts(module) for module in block_modules):
+    if spread_experts(sch.module):
         raise ScheduleError(f"{label}: experts are spread once, and they already are")
-    mixtures = {
-        path: module
-        for path, module in mixtures_of(sch.module).items()
-        if any(module in set(block.modules()) for block in block_modules)
-    }
+    mixtures = mixtures_of(sch.module)
     if reason := _obstacle(mixtures, ep, whole):
         raise ScheduleError(f"ep: {reason}")
     dp, tp = axis_of(sch.mesh, "dp"), axis_of(sch.mesh, "tp")

@@ -1,4 +1,4 @@
-"""Primitives that divide the tokens of samples among ranks: sequences of a model, samples and sequences of a block."""
+"""Primitives that divide the tokens of samples among ranks: sequences of a model, samples of a block."""
 
 from ...base.errors import ScheduleError
 from ...knobs.meaning import SequenceShards
@@ -7,15 +7,7 @@ from ..graph.called import check_called
 from ..parallel.collectives import axis_of, neighbours
 from ..parallel.exchange import syncs_of
 from ..parallel.experts import spread_experts
-from ..parallel.sequences import (
-    CutSequence,
-    SequenceAxes,
-    attend_together,
-    axes_of,
-    cut_sequence as cut,
-    obstacle,
-    shards_of_model,
-)
+from ..parallel.sequences import CutSequence, attend_together, axes_of, cut_sequence as cut, obstacle
 from ..parallel.sharding import shards_of
 from ..parallel.sharing import SharedSamples, sharing_axes
 from ..tree import ScheduledModule, primitive
@@ -60,7 +52,7 @@ def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
     if layers_of(sch.module, CutSequence):
         raise ScheduleError(f"{label}: sequences are cut already")
     if sch.tree.shared:
-        raise ScheduleError(f"{label}: it must come before share_samples, whose blocks may cut sequences further")
+        raise ScheduleError(f"{label}: it must come before share_samples")
     tp_axis = axis_of(sch.mesh, "tp")
     tp = 1 if tp_axis is None else tp_axis.size
     if reason := obstacle(sch.module, sp, cp, tp):
@@ -74,8 +66,6 @@ def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
 def share_samples(
     sch: ScheduledModule,
     tp: int = 1,
-    sp: int = 1,
-    cp: int = 1,
     enters: bool = True,
     leaves: bool = True,
     draws: bool = True,
@@ -83,24 +73,21 @@ def share_samples(
     """Reduces the tensor-parallel degree of this module to `tp`; groups of `tp` ranks share the samples of a micro-batch.
 
     Later primitives on this module and those below it shard over `tp` neighbours of the mesh's `tp` axis. The groups
-    compute different samples; `sp * cp` groups share the tokens of each sample.
+    compute different samples.
 
     Call it before `shard` and `sync` in this module; with `tp=1` nothing in it can be sharded. The first dimension of the
-    module's first floating-point input must be samples, and with `sp` or `cp` the second dimension tokens. `shard_data`
-    must follow on the root, because each rank's gradients are those of its tokens only.
+    module's first floating-point input must be samples. `shard_data` must follow on the root, because each rank's
+    gradients are those of its samples only.
 
     Args:
         tp: ranks that shard the module's layers; a divisor of the size of the axis, and smaller.
-        sp: neighbouring groups that share each sequence and exchange heads in attention (Ulysses), in addition to the
-            ranks of `cut_sequence`.
-        cp: groups of a ring that share each sequence (ring attention).
-        enters: the input has all tokens; False if it comes from another such module with the same degrees.
-        leaves: the output has all tokens; False if it goes to another such module with the same degrees.
+        enters: the input has all samples; False if it comes from another such module with the same degree.
+        leaves: the output has all samples; False if it goes to another such module with the same degree.
         draws: the module may draw random numbers, which must differ between the groups.
 
     Raises:
-        ScheduleError: the root; no `tp` axis; invalid degrees; called before, or after `shard`, `sync` or `shard_experts`
-            in this module; with `sp` or `cp`, a model whose sequences cannot be cut.
+        ScheduleError: the root; no `tp` axis; an invalid degree; called before, or after `shard`, `sync` or
+            `shard_experts` in this module.
 
     Source: Miao et al., Galvatron (arXiv:2211.13878).
     """
@@ -110,11 +97,6 @@ def share_samples(
     ranks = tensor_parallel(sch, "share_samples").size
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1 or ranks % tp or tp == ranks:
         raise ScheduleError(f"{label}: tp must divide the {ranks} ranks of the tp axis and be smaller, but is {tp!r}")
-    for name, degree in (("sp", sp), ("cp", cp)):
-        if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-            raise ScheduleError(f"{label}: {name} must be a whole number of at least 1, but is {degree!r}")
-    if ranks // tp % (sp * cp):
-        raise ScheduleError(f"{label}: sp * cp must divide the {ranks // tp} groups of {tp} ranks, but is {sp} * {cp}")
     if sharing_around(sch) is not None:
         raise ScheduleError(f"{label}: samples are shared once, and they already are")
     if spread_experts(sch.module) or any(
@@ -123,29 +105,11 @@ def share_samples(
         raise ScheduleError(
             f"{label}: its weights are cut over all ranks already; call it before shard, sync and shard_experts"
         )
-    model_shards = shards_of_model(sch.tree.module)
-    if sp * cp > 1:
-        _check_sequences(sch, label, tp, sp, cp, model_shards or SequenceShards())
     check_called(sch, "share_samples")
-    sharing_by_degrees = {sharing.degrees: sharing for sharing in sch.tree.shared.values()}
     # Blocks with equal degrees share their axes, because process groups take memory and must be created by all ranks.
-    earlier = sharing_by_degrees.get((tp, sp, cp))
-    sharing = earlier if earlier is not None else sharing_axes(sch.mesh, tp, sp, cp, model_shards)
+    earlier = {sharing.sharers.size: sharing for sharing in sch.tree.shared.values()}.get(ranks // tp)
+    sharing = earlier if earlier is not None else sharing_axes(sch.mesh, tp)
     sch.tree.shared[sch.path] = sharing
-    add_layer(sch.module, SharedSamples(sch.module, sharing, enters, leaves, draws))
-    if sp * cp > 1 or model_shards is not None:
-        model_axes = axes_of(sch.tree.module)
-        axes = SequenceAxes(
-            sp=sharing.sp or model_axes.sp, cp=sharing.cp or model_axes.cp, documents=model_shards is None
-        )
-        attend_together(sch.tree.module, sch.module, axes, tp)
-
-
-def _check_sequences(sch: ScheduledModule, label: str, tp: int, sp: int, cp: int, model_shards: SequenceShards) -> None:
-    """Checks that the sequences of a block can be cut further than those of the model."""
-    if cp > 1 and model_shards.sp > 1:
-        raise ScheduleError(
-            f"{label}: the model's ranks exchange heads (sp={model_shards.sp}), so cp must be 1, but is {cp}; use sp"
-        )
-    if reason := obstacle(sch.tree.module, model_shards.sp * sp, model_shards.cp * cp, tp, blocks=True):
-        raise ScheduleError(f"{label}: {reason}")
+    add_layer(sch.module, SharedSamples(sharing, enters, leaves, draws))
+    if layers_of(sch.tree.module, CutSequence):  # this rank has more heads of this module
+        attend_together(sch.tree.module, sch.module, axes_of(sch.tree.module), tp)

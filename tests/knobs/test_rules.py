@@ -10,20 +10,13 @@ from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.setup import TrainingSetup
 from redline.knobs.rules import GENERAL, RULES, RuleContext, refusal
 from redline.knobs.strategy import STANDARD, Strategy
-from redline.models import hugging_face, workload
+from redline.models import workload
 from redline.models.spaces import require_rules
 from redline.space import Space
 from redline.training.training import checked_strategy
-from transformers import Gemma2Config, GPTNeoConfig
 
 OWN_LOSS = ("own loss of sequences", "sharded head")
 DENSE = ("experts of a dense model", "capacity of a dense model", "tensor parallelism of a dense model")
-WHOLE_SEQUENCES, RINGLESS = "sequences of a run's model", "ring of a run's model"
-NO_SEQUENCES = "gpt_neo has attention code of its own instead of the attention functions of transformers"
-NO_RING = (
-    "gemma2 bounds the scores of its attention (attn_logit_softcapping is 50.0), which is more than a ring computes"
-)
-SIZES = {"hidden_size": 16, "vocab_size": 32}
 LATTICE = {
     "tp": (1, 2, 3), "sp": (1, 2, 5), "cp": (1, 2, 4, 8), "pp": (1, 2), "dp": (1, 2, 4), "zero": (0, 1, 2, 3),
     "hsdp": (1, 2, 3), "ep": (1, 2, 3, 4), "etp": (0, 1, 2, 3), "capacity_factor": (0, 1.25),
@@ -32,8 +25,7 @@ LATTICE = {
     "checkpoint_ratio": (0.0, 0.5), "fusion": (False, True), "kernels": (False, True), "offload": ("none", "optimizer"),
     "precision": ("fp32", "bf16", "fp16"), "attention": ("eager", "sdpa", "flash_attention_2"),
     "stage_blocks": ("1,3", "2,2", "1,1,1,1", "1,1,1", "2,3"),
-    "strategy": ("0-3:-", "0-3:tp1", "0-1:tp1,sp2 2-3:tp1,cp2", "0-3:tp1,sp3", "0-3:tp1,cp5", "0-2:tp2 3:ckpt",
-                 "0-3:zero3", "0-3:ep2", "0-1:offload 2-3:-", "0-4:-"),
+    "strategy": ("0-3:-", "0-3:tp1", "0-2:tp2 3:ckpt", "0-3:zero3", "0-4:-"),
 }  # fmt: skip
 by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 
@@ -49,9 +41,6 @@ def context_of(rule, devices=4):
         blocks=4 if {"strategy", "stage_blocks"} & set(rule.knobs) else None,
         no_stage_blocks="its decoder is in one stage" if rule.name == "stages of a model" else "",
         no_runs="they meet elsewhere" if rule.name == "runs of a model" else "",
-        no_sequences=NO_SEQUENCES if rule.name == WHOLE_SEQUENCES else "",
-        no_ring=NO_RING if rule.name == RINGLESS else "",
-        heads=8 if "strategy" in rule.knobs else None,
         experts=() if rule.name in DENSE else (4,),
     )
 
@@ -105,12 +94,6 @@ def test_a_training_refuses_by_the_same_rule_in_the_same_words(rule):
     mixture = {"ep", "etp", "strategy", "stage_blocks"} & set(rule.knobs) and rule.name not in DENSE
     family = "mixtral-tiny" if mixture else "llama-tiny"
     made = workload(family, seq_len=24, global_batch=16)
-    others = {
-        WHOLE_SEQUENCES: GPTNeoConfig(num_layers=4, attention_types=[[["global"], 4]], num_heads=8, **SIZES),
-        RINGLESS: Gemma2Config(num_hidden_layers=4, num_attention_heads=8, intermediate_size=16, head_dim=2, **SIZES),
-    }
-    if rule.name in others:
-        made = hugging_face(others[rule.name], seq_len=24, global_batch=16)
     task = {
         **dict.fromkeys(OWN_LOSS, replace(made, loss=lambda output, batch: output.loss)),
         "sequences of tokens": replace(made, seq_len=None, unit="samples/s"),

@@ -316,31 +316,24 @@ def test_blocks_outside_the_window_are_not_computed():
     assert [len(mask.blocks(source)) for source in range(4)] == [2, 1, 0, 0]
 
 
-# Blocks whose ranks share sequences, in a model whose ranks do not
+# Blocks whose ranks share samples, in a model whose ranks share sequences
 
 
-def departure_of_blocks(make, batch, degrees, fault=None, axes=None, everywhere=None):
-    """Largest departure from one process, as above, of a model whose blocks share sequences by these degrees."""
+def departure_of_blocks(make, batch, everywhere):
+    """Largest departure from one process, as above, of a model whose blocks are sharded over one of two `tp` ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = make()
     expected = whole(**batch).loss
     expected.backward()
-    axes = axes or {"tp": dist.get_world_size()}
-    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    with pytest.MonkeyPatch.context() as patch:
-        if fault is not None:
-            fault(patch)
-        sch = create_schedule(make(), mesh)
-        if everywhere:
-            sch.cut_sequence(**everywhere)
-        before = [None, *degrees]
-        for layer, mine in enumerate(degrees):
-            after = degrees[layer + 1] if layer + 1 < len(degrees) else None
-            sch[f"model.layers.{layer}"].share_samples(**mine, enters=mine != before[layer], leaves=mine != after)
-        model, _ = build(sch.shard_data())
-        output = model(**batch)
-        output.loss.backward()
+    sch = create_schedule(make(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))).cut_sequence(
+        **everywhere
+    )
+    sch["model.layers.0"].share_samples(leaves=False)
+    sch["model.layers.1"].share_samples(enters=False)
+    model, _ = build(sch.shard_data())
+    output = model(**batch)
+    output.loss.backward()
     found = mean(output.loss.detach())
     worst = float((found - expected.detach()).abs())
     for name, param in whole.named_parameters():
@@ -349,92 +342,28 @@ def departure_of_blocks(make, batch, degrees, fault=None, axes=None, everywhere=
     return worst
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("axis", ["sp", "cp"])
-def test_blocks_that_share_sequences_come_to_the_loss_and_gradients_of_whole_ones(two, axis, attention, batch):
-    for found in two.run(departure_of_blocks, lambda: llama(attention), batch(), [{axis: 2}, {axis: 2}]):
-        assert found < ROUNDING
-
-
 @pytest.mark.parametrize("batch", [padded, packed], ids=lambda each: each.__name__)
-@pytest.mark.parametrize(
-    ("degrees", "axes", "everywhere"),
-    [
-        ([{"sp": 2}, {"cp": 2}], {"tp": 4}, {}),  # and two groups share samples
-        ([{"sp": 2, "cp": 2}, {"cp": 4}], {"tp": 4}, {}),
-        ([{}, {"sp": 2}], {"dp": 2, "tp": 2}, {"sp": 2}),
-        ([{"cp": 2}, {"sp": 2}], {"dp": 2, "tp": 2}, {"cp": 2}),
-    ],
-    ids=str,
-)
-def test_they_do_so_beside_each_other_and_where_all_ranks_share_sequences(four, degrees, axes, everywhere, batch):
-    for found in four.run(departure_of_blocks, lambda: llama("sdpa"), batch(), degrees, None, axes, everywhere):
+@pytest.mark.parametrize("everywhere", [{"sp": 2}, {"cp": 2}], ids=str)
+def test_blocks_that_share_samples_compute_the_same_where_all_ranks_share_sequences(four, everywhere, batch):
+    for found in four.run(departure_of_blocks, lambda: llama("sdpa"), batch(), everywhere):
         assert found < ROUNDING
 
 
 # Refusals
 
 
-def shared(model, axes=None, **degrees):
-    return create_schedule(model, PlannedMesh(**(axes or {"tp": 4})))["model.layers.0"].share_samples(**degrees)
-
-
-@pytest.mark.parametrize(
-    ("refused", "said"),
-    [
-        (lambda: shared(llama(), sp=3), r"sp \* cp must divide the 4 groups of 1 ranks, but is 3 \* 1"),
-        (lambda: shared(llama(), tp=2, cp=4), r"sp \* cp must divide the 2 groups of 2 ranks, but is 1 \* 4"),
-        (lambda: shared(llama(), sp=0), "sp must be a whole number of at least 1, but is 0"),
-        (lambda: shared(llama(heads=2, keys=2), sp=4), "4 ranks must divide the 2 attention heads"),
-        (lambda: shared(named("gemma2"), cp=2), r"gemma2 bounds the scores of its attention \(attn_logit_softcapping is 50.0\)"),
-        (
-            lambda: cut(llama(), 2, dp=2, tp=2)["model.layers.0"].share_samples(cp=2),
-            r"the model's ranks exchange heads \(sp=2\), so cp must be 1, but is 2; use sp",
-        ),
-    ],
-)  # fmt: skip
-def test_blocks_whose_sequences_cannot_be_shared_are_refused(refused, said):
-    with pytest.raises(ScheduleError, match=said):
-        refused()
-
-
-def test_sequences_of_the_model_are_cut_before_those_of_blocks():
+def test_sequences_of_the_model_are_cut_before_samples_of_blocks_are_shared():
     sch = create_schedule(llama(), PlannedMesh(dp=2, tp=2))
-    sch["model.layers.0"].share_samples(sp=2)
+    sch["model.layers.0"].share_samples()
     with pytest.raises(ScheduleError, match="it must come before share_samples"):
         sch.cut_sequence(sp=2)
 
 
-class Odd(nn.Module):
-    """Takes a table with an entry for each token where ranks do not look for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, hidden, table):
-        return self.inner(hidden) + table.sum()
-
-
-@pytest.mark.parametrize(
-    ("hidden", "table", "said"),
-    [
-        (
-            torch.zeros(2, 6, 4),
-            torch.zeros(1, 2, 6),
-            r"'table' of shape \(1, 2, 6\) has the 6 tokens of a sample elsewhere",
-        ),
-        (torch.zeros(2, 5, 4), torch.zeros(1), r"sp \* cp must divide the 5 tokens of a sample \(sp=2\)"),
-        (torch.zeros(6, 4), torch.zeros(1), r"its input of shape \(6, 4\) has none"),
-    ],
-)
-def test_an_input_that_cannot_be_cut_is_refused_with_its_shape(hidden, table, said):
-    mine = sharing.sharing_axes(PlannedMesh(tp=2), 1, sp=2)
-    module = Odd()
-    layer = sharing.SharedSamples(module, mine, True, True, False)
-    with pytest.raises(ScheduleError, match=said):
-        layer(module, module.forward, (hidden, table), {})
+def test_samples_that_ranks_cannot_share_are_refused_with_their_number():
+    module = nn.Linear(4, 4)
+    layer = sharing.SharedSamples(sharing.sharing_axes(PlannedMesh(tp=2), 1), True, True, False)
+    with pytest.raises(ScheduleError, match="2 ranks share the samples of a block, .* a micro-batch, which has 5"):
+        layer(module, module.forward, (torch.zeros(5, 4),), {})
 
 
 def cut(model, sp=1, cp=1, **axes):

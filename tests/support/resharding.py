@@ -36,7 +36,7 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "ep2·tp2": {"dp": 2, "ep": 2, "tp": 2},
     "ep2·tp2 etp1": {"tp": 2, "ep": 2, "etp": 1},
     "ep2·tp2·dp2 etp1": {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 1, "micro_batch": 2},
-    "runs": {"tp": 2, "micro_batch": 4, "strategy": "0:tp1,zero3 1:tp1,sp2 2:ckpt 3:-"},
+    "runs": {"tp": 2, "micro_batch": 4, "strategy": "0:tp1,zero3 1:tp1 2:ckpt 3:-"},
     "hsdp2+zero3": {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 1},
 }
 """Knobs of every strategy of the table by name; absent knobs are neutral."""

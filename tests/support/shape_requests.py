@@ -113,7 +113,6 @@ def shape_space(
         global_batch=global_batch,
         seq_len=seq_len,
         blocks=shape.layers,
-        heads=shape.heads,
         experts=(shape.experts,) if shape.experts else (),
     )
     require_rules(space, context)

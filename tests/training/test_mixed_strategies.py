@@ -20,33 +20,19 @@ TWO = [
     ("gpt2", {"tp": 2, "micro_batch": 8, "kernels": True}, "0:- 1-3:tp1,zero2"),
     ("mixtral", {"tp": 2, "micro_batch": 2}, "0-1:tp1 2-3:-"),
     ("llama", {"pp": 2, "grad_accum": 4, "stage_blocks": "1,3"}, "0:- 1:ckpt 2:- 3:ckpt"),
-    ("gpt2", {"dp": 2, "zero": 1, "micro_batch": 2}, "0-1:offload,ckpt 2-3:-"),
-    ("llama", {"dp": 2, "zero": 3, "micro_batch": 2}, "0:- 1-2:offload 3:-"),
-    ("mixtral", {"dp": 2, "micro_batch": 2}, "0:ep2 1:ep2,zero3 2:zero2 3:ckpt"),
-    ("mixtral", {"dp": 2, "ep": 2, "zero": 2, "micro_batch": 2}, "0:ep1 1:zero3,ckpt 2-3:-"),
-    ("llama", {"tp": 2, "micro_batch": 1}, "0:tp1,sp2,ckpt 1:tp1,sp2 2:- 3:tp1,sp2"),
-    ("gpt2", {"tp": 2, "micro_batch": 1, "fusion": True}, "0:- 1-3:tp1,sp2"),
-    ("llama", {"tp": 2, "micro_batch": 1}, "0:tp1,cp2 1:tp1,cp2,ckpt 2:- 3:tp1,sp2"),
-    ("mixtral", {"tp": 2, "micro_batch": 1}, "0-1:tp1,cp2 2-3:-"),
+    ("mixtral", {"dp": 2, "ep": 2, "zero": 2, "micro_batch": 2}, "0:zero1 1:zero3,ckpt 2-3:-"),
 ]
-AT_ONCE = [each for number, each in enumerate(TWO) if number in (0, 3, 6, 7, 11)]
+AT_ONCE = [each for number, each in enumerate(TWO) if number in (0, 3, 6)]
 FOUR = [
     ("llama", {"tp": 2, "dp": 2, "micro_batch": 2}, "0-1:tp1,zero3 2-3:zero2"),
     ("llama", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}, "0:tp1 1:zero1 2:tp1,zero0 3:ckpt"),
     ("llama", {"tp": 2, "pp": 2, "grad_accum": 2, "stage_blocks": "3,1"}, "0-1:tp1 2:ckpt 3:-"),
     ("gpt2", {"dp": 2, "pp": 2, "grad_accum": 2, "zero": 1, "stage_blocks": "1,3"}, "0-1:ckpt 2-3:-"),
-    ("llama", {"dp": 2, "pp": 2, "grad_accum": 2, "zero": 2}, "0-1:offload 2:ckpt 3:-"),
     ("llama", {"tp": 2, "sp": 2, "micro_batch": 4}, "0-1:tp1,ckpt 2-3:-"),
     ("llama", {"tp": 2, "cp": 2, "zero": 1, "micro_batch": 4}, "0-1:tp1,zero3 2-3:-"),
     ("gpt2", {"tp": 4, "micro_batch": 4}, "0:tp1,zero3 1:tp2,zero2 2:ckpt 3:tp2"),
     ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "zero": 3, "micro_batch": 2}, "0-1:tp1,zero2 2:zero1 3:-"),
-    ("mixtral", {"dp": 4, "micro_batch": 2}, "0:ep4,zero2 1:ep2,ckpt 2:ep2,zero3 3:-"),
     ("mixtral", {"tp": 2, "cp": 2, "ep": 2, "micro_batch": 4}, "0-1:tp1 2-3:-"),
-    ("llama", {"tp": 2, "cp": 2, "micro_batch": 2}, "0:tp1,cp4,zero1 1:tp1,sp2 2:tp1 3:-"),
-    ("llama", {"tp": 2, "pp": 2, "grad_accum": 2}, "0-1:tp1,sp2 2:- 3:tp1,cp2,ckpt"),
-    ("llama", {"tp": 2, "dp": 2, "zero": 2, "micro_batch": 1}, "0-1:tp1,sp2 2:tp1,cp2,zero3 3:-"),
-    ("gpt2", {"tp": 4, "micro_batch": 2}, "0:tp1,sp4 1:tp2,sp2,zero2 2:tp1,sp2,cp2 3:tp1,sp2"),
-    ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "micro_batch": 1}, "0:tp1,sp2 1:tp1,sp2,ep1 2-3:tp1,cp2"),
 ]
 
 
@@ -109,26 +95,6 @@ def test_chunks_of_unlike_numbers_of_blocks_compute_what_one_process_computes(tw
         numeric.hold(found)
 
 
-def away(config):
-    """Returns the parameters whose optimizer state is in host memory, and the weights after a step, by name."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    training = Training(deep("llama"), config, CPU, rank=dist.get_rank() if ranks > 1 else 0, world_size=ranks)
-    names = {param: name for name, param in training.model.named_parameters()}
-    training.step()
-    host = {id(there): names[param] for param, there in getattr(training.optimizer, "pairs", ())}
-    stepped = {id(param) for param, state in training.optimizer.state.items() if state}
-    assert stepped >= host.keys(), "the copies are what is stepped"
-    return sorted(host.values()), {name: param.detach().clone() for param, name in names.items()}
-
-
-def test_a_run_keeps_its_optimizer_state_in_host_memory_and_the_others_do_not():
-    none, expected = away({"micro_batch": 8})
-    assert none == []
-    found, weights = away({"micro_batch": 8, "strategy": "0:- 1-2:offload 3:-"})
-    assert found == sorted(name for name in expected if name.startswith(("model.layers.1.", "model.layers.2.")))
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
-
-
 def drawn(config):
     """Returns the mask of the last dropout of a block on this rank."""
     made = workload("gpt2-tiny", seq_len=8, global_batch=4)
@@ -141,11 +107,9 @@ def drawn(config):
     return masks[0].clone()
 
 
-def test_dropout_differs_between_ranks_that_share_samples_or_sequences_and_agrees_within_a_layer(two):
+def test_dropout_differs_between_ranks_that_share_samples_and_agrees_within_a_layer(two):
     config = {"tp": 2, "micro_batch": 4, "strategy": "0:tp1 1:-"}
     first, second = two.run(drawn, config)
     assert first.shape[0] == 2 and first.any() and not torch.equal(first, second)
-    first, second = two.run(drawn, {**config, "strategy": "0:tp1,sp2 1:-"})
-    assert first.shape[:2] == (4, 4) and first.any() and not torch.equal(first, second)
     first, second = two.run(drawn, {**config, "strategy": "0:- 1:tp1"})
     assert first.shape[0] == 4 and first.any() and torch.equal(first, second)

@@ -46,8 +46,6 @@ QUICK = [
     ("qwen3_moe", "ep2·tp2 etp1+sp"),
     ("llama", "runs tp1/tp2"),
     ("gpt2", "runs zero1/zero3"),
-    ("llama", "runs tp1+sp2/tp2"),
-    ("gpt2", "runs tp2/tp1+cp2"),
 ]
 """Every way of spreading at least once, and for every family its special ways."""
 MORE = [
@@ -60,9 +58,7 @@ MORE = [
     *(("mixtral", cell) for cell in ("ep2+zero1", "ep2+zero2", "ep2+zero3", "ep2·cp2", "ep2+fusion")),
     *(("qwen3_moe", cell) for cell in ("ep2", "ep2+zero1", "ep2+capacity", "tp2 etp1")),
     *(("deepseek_v3", cell) for cell in ("ep2", "tp2", "pp2 1f1b", "ep2+capacity", "ep2·tp2 etp1")),
-    *((family, "runs tp1/tp2") for family in ("bert", "gpt2", "mixtral")),
-    *((family, "runs tp1+sp2/tp2") for family in ("bert", "gpt2", "mixtral", "deepseek_v3")),
-    *((family, "runs tp2/tp1+cp2") for family in ("bert", "llama", "mistral", "mixtral")),
+    *((family, "runs tp1/tp2") for family in ("bert", "gpt2", "mistral", "mixtral", "deepseek_v3")),
     *((family, "runs zero2/zero3") for family in ("llama", "mixtral")),
     ("opt", "pp2 1f1b"),
     ("gpt2", "tp2+kernels"),
