@@ -118,17 +118,6 @@ def forward_hooks_of(module: "nn.Module") -> list[Any]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
-def take_forward_hook(module: "nn.Module", hook: Any) -> None:
-    """Removes a function from the module's forward hooks and forward pre-hooks."""
-    marks = [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]
-    marks.append(module._forward_pre_hooks_with_kwargs)
-    for held in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, registered in held.items() if registered is hook]:
-            del held[key]
-            for mark in marks:
-                mark.pop(key, None)
-
-
 def has_backward_hooks(module: "nn.Module") -> bool:
     """True if the module has backward hooks or backward pre-hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -17,7 +17,7 @@ from ..base._torch import buffers_of, children_of, copy_kind_of_backward_hooks, 
 from ..base._transformers import initialises
 from ..base.errors import MissingModuleError, ScheduleError, unknown
 from .forward import layers_of
-from .graph.trace import ITSELF, Call, SubgraphCall, SyncCall, Traced
+from .graph.trace import ITSELF, Call, SubgraphCall, Traced
 
 PHASES = ("cast", "random", "offload", "checkpoint", "compile", "data")
 """Order in which `build` applies deferred work."""
@@ -306,7 +306,7 @@ def _operations(module: nn.Module) -> list[str]:
         f"{node.target.__name__}({', '.join(operand.name for operand in node.all_input_nodes if operand.target != ITSELF)})"
         for layer in layers_of(module, Traced)
         for node in layer.graph.nodes
-        if isinstance(node.target, Call | SubgraphCall | SyncCall)
+        if isinstance(node.target, Call | SubgraphCall)
     ]
 
 

@@ -47,7 +47,7 @@ def trace_by_example(
     Raises:
         TraceError: a graph cannot express the forward; the message has the operation and the line.
     """
-    form, values = form_of(module, label, example, inputs)
+    form, values = _form_of(module, label, example, inputs)
     skeleton = meta_copy(module)
     written_paths: list[str] = []
 
@@ -70,7 +70,7 @@ def trace_by_example(
     return Traced(graph, {}, flatten, form)
 
 
-def form_of(module: nn.Module, label: str, example: Example, inputs: Sequence[str]) -> tuple[CallForm, list[Any]]:
+def _form_of(module: nn.Module, label: str, example: Example, inputs: Sequence[str]) -> tuple[CallForm, list[Any]]:
     """Returns which leaves of a call's arguments are inputs of the graph, and the values of these on the meta device."""
     named_arguments = arguments(module, *example)
     unknown_inputs = [input_name for input_name in inputs if input_name.split("[")[0] not in named_arguments]

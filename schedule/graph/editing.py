@@ -1,7 +1,6 @@
 """Fuses, replaces and checkpoints subgraphs.
 
-Hooks and exchanges of replaced modules move to their replacement; modules and parameters that nothing uses any more are
-removed.
+Hooks and exchanges of a module move to one that replaces it; modules and parameters that nothing uses any more are removed.
 """
 
 import inspect
@@ -9,8 +8,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,19 +18,16 @@ from ...base._torch import (
     children_of,
     forward_hooks_of,
     has_backward_hooks,
-    parameters_of,
-    take_forward_hook,
 )
 from ...base.errors import ScheduleError
 from ..forward import Layer, layers_of
-from ..parallel import collectives
-from ..parallel.exchange import BiasOnce, Exchange, InputSync, OutputSync, ParameterSync, WithoutBias, once, syncs_of
+from ..parallel.exchange import WithoutBias, syncs_of
 from ..parallel.sharding import holders, shards_of
 from ..tree import ScheduledModule, Tree, give_hooks, join, own_tensors, places, replace_tensor
 from .called import used_modules
 from .pattern import Attribute
 from .subgraph import Subgraph, chosen, extract, merged
-from .trace import ITSELF, Call, SubgraphCall, SyncCall, Traced
+from .trace import ITSELF, Call, SubgraphCall, Traced
 
 
 def fuse_subgraph(sch: ScheduledModule, subgraphs: Any, compiler: Any, name: str | None) -> None:
@@ -70,9 +65,10 @@ def replace_subgraph(sch: ScheduledModule, new: Any, subgraphs: Any, name: str |
         )
     for subgraph in handles:
         _check_arity(sch, new, subgraph)
-    plans = hand_over(sch.tree, handles, new, label)
+    replaced_modules = _replaced_modules(sch.tree, handles, new, label)
+    called, _ = used_modules(sch.tree.module, without={node for subgraph in handles for node in subgraph.nodes})
     lost: list[str] = []
-    for subgraph, plan in zip(handles, plans):
+    for subgraph, replaced in zip(handles, replaced_modules):
         module = sch.tree.module.get_submodule(subgraph.path)
         nodes = list(subgraph.layer.graph.nodes)
         attributes = {node.target for node in nodes if node.op == "get_attr"}
@@ -80,8 +76,9 @@ def replace_subgraph(sch: ScheduledModule, new: Any, subgraphs: Any, name: str |
         if isinstance(new, nn.Module):
             target = _free(children_of(module), name)
             module.add_module(target, new.train(module.training))
-        _insert(subgraph, target, list(subgraph.inputs), with_module=False, plan=plan)
-        plan.settle(sch.tree, subgraph.path, target)
+        _insert(subgraph, target, list(subgraph.inputs), with_module=False)
+        if replaced is not None:
+            _take_over(sch.tree, replaced, join(subgraph.path, target), called)
         lost += prune(sch.tree, subgraph, attributes)
     if lost:
         warnings.warn(f"{label}: not kept, since nothing uses it any more: {', '.join(lost)}", stacklevel=4)
@@ -112,11 +109,9 @@ def _check_arity(sch: ScheduledModule, new: Any, subgraph: Subgraph) -> None:
         ) from error
 
 
-def _insert(
-    subgraph: Subgraph, target: Any, inputs: Sequence[Any], with_module: bool, plan: "Handover | None" = None
-) -> None:
+def _insert(subgraph: Subgraph, target: Any, inputs: Sequence[Any], with_module: bool) -> None:
     """Replaces a subgraph's nodes by one node."""
-    graph, plan = subgraph.layer.graph, plan or Handover()
+    graph = subgraph.layer.graph
     anchor = _place(subgraph, inputs)
 
     def add(make: Callable[..., fx.Node], *args: Any) -> fx.Node:
@@ -125,23 +120,11 @@ def _insert(
             anchor = make(*args)
         return anchor
 
-    args = []
-    for value in inputs:
-        if isinstance(value, Attribute):
-            name = value.target
-            value = add(graph.get_attr, name)
-            for function in plan.parameters.get(name, ()):
-                value = add(graph.call_function, Call(*function), (value,))
-        elif isinstance(value, fx.Node):
-            for hook in plan.before_inputs.get(value, ()):
-                value = add(graph.call_function, SyncCall(hook), (value,))
-        args.append(value)
+    args = [add(graph.get_attr, value.target) if isinstance(value, Attribute) else value for value in inputs]
     if with_module:
         # The traced module itself, which is `self` in the graph's code, for attributes that the subgraph reads.
         args.insert(0, add(graph.get_attr, ITSELF))
     replacement = add(graph.call_module if isinstance(target, str) else graph.call_function, target, tuple(args))
-    for hook in plan.after_outputs:
-        replacement = add(graph.call_function, SyncCall(hook), (replacement,))
     if len(subgraph.outputs) == 1:
         subgraph.outputs[0].replace_all_uses_with(replacement)
     else:
@@ -166,74 +149,27 @@ def _place(subgraph: Subgraph, inputs: Sequence[Any]) -> fx.Node:
     return max([*input_nodes, *placeholders], key=order.__getitem__)
 
 
-Hook = InputSync | OutputSync
-
-
-@dataclass(slots=True)
-class Handover:
-    """Hooks, exchanges and deferred work that a replacement takes over from the modules of its subgraph."""
-
-    before_inputs: dict[fx.Node, list[Hook]] = field(default_factory=dict)
-    """Exchanges on the replacement's inputs."""
-    after_outputs: list[Hook] = field(default_factory=list)
-    """Exchanges on the replacement's outputs."""
-    parameters: dict[str, list[tuple[Callable[[torch.Tensor], torch.Tensor], str]]] = field(default_factory=dict)
-    """Functions applied to the parameters that the replacement gets, with their names, by target."""
-    replaced: list[nn.Module] = field(default_factory=list)
-    """Modules that had the exchanges."""
-    called: set[nn.Module] = field(default_factory=set)
-    """Modules with other calls, which keep their hooks, exchanges and deferred work."""
-    replaced_module: tuple[str, nn.Module] | None = None
-    """The single module, with its path, that a module replaces, including its hooks and deferred work."""
-
-    def settle(self, tree: Tree, path: str, target: Any) -> None:
-        """Moves hooks and deferred work to the new module; modules with another call keep theirs, too."""
-        for module in self.replaced:
-            if module in self.called:
-                continue
-            # `check_synced` counts these: sums after the replacement also add up this module's partial sums.
-            module.__dict__["_handed_over"] = [*module.__dict__.get("_handed_over", ()), *syncs_of(module)]
-            for hook in [hook for hook in forward_hooks_of(module) if isinstance(hook, Exchange)]:
-                take_forward_hook(module, hook)
-        if self.replaced_module is not None:
-            old_path, old = self.replaced_module
-            give_hooks(old, tree.module.get_submodule(join(path, target)))
-            for work in [work for work in tree.deferred if work.path == old_path]:
-                if old in self.called:
-                    tree.deferred.append(replace(work, path=join(path, target)))
-                else:
-                    work.path = join(path, target)
-
-
-def hand_over(tree: Tree, handles: Sequence[Subgraph], new: Any, label: str) -> list[Handover]:
-    """Determines which hooks, exchanges and deferred work of each subgraph's modules its replacement takes over.
+def _replaced_modules(
+    tree: Tree, handles: Sequence[Subgraph], new: Any, label: str
+) -> list[tuple[str, nn.Module] | None]:
+    """Returns the module, with its path, that a module replaces in each subgraph, including its hooks, exchanges and deferred
+    work; None for a subgraph of several operations, or a function.
 
     Raises:
-        ScheduleError: a hook, exchange or deferred work cannot move to the replacement; the message has the reason.
+        ScheduleError: a hook, exchange or deferred work of a module would be lost; the message has it.
     """
-    nodes = {node for subgraph in handles for node in subgraph.nodes}
-    called, _ = used_modules(tree.module, without=nodes)
-    plans = [_of_subgraph(tree, subgraph, new, label, called) for subgraph in handles]
-    same_module = plans[0].replaced_module is not None and len({plan.replaced_module for plan in plans}) == 1
-    if len(plans) > 1 and not same_module and any(_gives_hooks(tree, plan) for plan in plans):
+    replaced = [_of_subgraph(tree, subgraph, new, label) for subgraph in handles]
+    same_module = replaced[0] is not None and len(set(replaced)) == 1
+    if len(replaced) > 1 and not same_module and any(taken is not None and _state(tree, *taken) for taken in replaced):
         raise ScheduleError(
-            f"{label}: one module in {len(plans)} places cannot have the hooks or deferred work of a module at one of "
+            f"{label}: one module in {len(replaced)} places cannot have the hooks or deferred work of a module at one of "
             "them only; replace them one by one"
         )
-    return plans
+    return replaced
 
 
-def _gives_hooks(tree: Tree, plan: Handover) -> bool:
-    """True if the new module itself gets hooks or deferred work."""
-    if plan.replaced_module is None:
-        return False
-    path, module = plan.replaced_module
-    deferred = any(work.path == path for work in tree.deferred)
-    return bool(deferred or forward_hooks_of(module) or has_backward_hooks(module))
-
-
-def _of_subgraph(tree: Tree, subgraph: Subgraph, new: Any, label: str, called: set[nn.Module]) -> Handover:
-    plan = Handover(called=called)
+def _of_subgraph(tree: Tree, subgraph: Subgraph, new: Any, label: str) -> tuple[str, nn.Module] | None:
+    replaced_module = None
     traced = tree.module.get_submodule(subgraph.path)
     reused = set(new.modules()) if isinstance(new, nn.Module) else set()
     for node, target in _calls(subgraph.nodes):
@@ -241,92 +177,35 @@ def _of_subgraph(tree: Tree, subgraph: Subgraph, new: Any, label: str, called: s
         if module in reused:
             continue  # `new` calls the module itself, with its hooks
         path = join(subgraph.path, target)
-        if node is None:
-            _nothing_on(tree, path, module, label, "is in a separate operation")
-        elif isinstance(new, nn.Module) and subgraph.nodes == (node,):
-            _nothing_below(tree, path, module, label)
-            plan.replaced_module = (path, module)
-        else:
-            _nothing_below(tree, path, module, label)
-            _module(tree, plan, subgraph, node, path, module, label)
-    return plan
-
-
-def _module(
-    tree: Tree, plan: Handover, subgraph: Subgraph, node: fx.Node, path: str, module: nn.Module, label: str
-) -> None:
-    """Adds the state of one module of the subgraph to a plan."""
-    deferred = next((work for work in tree.deferred if work.path == path), None)
-    if deferred is not None:
-        raise ScheduleError(f"{label}: '{path}' has {deferred.phase}, which would be lost; replace first")
-    for layer in layers_of(module, Layer):
-        if isinstance(layer, BiasOnce):
-            plan.parameters.setdefault(f"{node.target}.bias", []).append((once(layer.axis), "bias_once"))
-        elif not isinstance(layer, WithoutBias):
-            raise ScheduleError(f"{label}: '{path}' has {type(layer).__name__}, which would be lost; replace first")
-    if has_backward_hooks(module) or any(not isinstance(hook, Exchange) for hook in forward_hooks_of(module)):
-        raise ScheduleError(
-            f"{label}: '{path}' has a hook, which would be lost in the graph of '{subgraph.path or 'the root'}'; replace "
-            "first, and hook the replacement"
-        )
-    for hook in forward_hooks_of(module):
-        if isinstance(hook, OutputSync):
-            if subgraph.outputs != (node,):
-                raise ScheduleError(f"{label}: {_describe(path, hook)} is inside the replaced part; replace less")
-            plan.after_outputs.append(hook)
-        elif isinstance(hook, InputSync):
-            _input(plan, subgraph, node, path, hook, label)
-        elif isinstance(hook, ParameterSync):
-            if module in plan.called:
+        submodules = dict(module.named_modules())
+        if isinstance(new, nn.Module) and subgraph.nodes == (node,):
+            replaced_module = (path, submodules.pop(""))
+        for name, submodule in submodules.items():
+            if state := _state(tree, join(path, name), submodule):
                 raise ScheduleError(
-                    f"{label}: {_describe(path, hook)} is on the parameters, and '{path}' has another call that keeps "
-                    "it, so gradients would be summed twice; replace all its calls at once"
+                    f"{label}: '{join(path, name)}' has {state[0]}, which would be lost in the graph of "
+                    f"'{subgraph.path or 'the root'}'; replace first, or fuse, which keeps the modules"
                 )
-            unsharded = [name for name in parameters_of(module) if name not in shards_of(module)]
-            for name in unsharded:
-                function = partial(collectives.through, backward=partial(collectives.all_reduce, axis=hook.axis))
-                plan.parameters.setdefault(f"{node.target}.{name}", []).append((function, "sync_parameter"))
-    plan.replaced.append(module)
+    return replaced_module
 
 
-def _input(plan: Handover, subgraph: Subgraph, node: fx.Node, path: str, hook: InputSync, label: str) -> None:
-    """Adds an exchange on a module's input before the replacement, if all operations inside have the same exchange."""
-    values = [value for value in [*node.args, *node.kwargs.values()] if isinstance(value, fx.Node)]
-    for value in values[:1] if hook.first else values:
-        if value in subgraph.nodes:
-            raise ScheduleError(f"{label}: {_describe(path, hook)} is inside the replaced part; replace less")
-        users = [user for user in value.users if user in subgraph.nodes]
-        if any(hook.sync not in _syncs(subgraph, user) for user in users):
-            names = ", ".join(user.name for user in users if user is not node)
-            raise ScheduleError(
-                f"{label}: {_describe(path, hook)} is on an input that {names} takes too, without a sync; replace less, or give "
-                f"{names} the same sync"
-            )
-        hooks = plan.before_inputs.setdefault(value, [])
-        if not any(earlier.sync == hook.sync for earlier in hooks):
-            hooks.append(hook)
-
-
-def _syncs(subgraph: Subgraph, node: fx.Node) -> list[Any]:
-    return syncs_of(subgraph.module.get_submodule(node.target)) if node.op == "call_module" else []
-
-
-def _describe(path: str, hook: Exchange) -> str:
-    return f"sync({hook.sync.mode!r}, {hook.sync.op!r}) of '{path}'"
-
-
-def _nothing_below(tree: Tree, path: str, module: nn.Module, label: str) -> None:
-    for name, child in module.named_modules():
-        if name:
-            _nothing_on(tree, join(path, name), child, label, f"is in '{path}'")
-
-
-def _nothing_on(tree: Tree, path: str, module: nn.Module, label: str, location: str) -> None:
+def _state(tree: Tree, path: str, module: nn.Module) -> list[str]:
+    """Returns what a schedule has added to a module, in words."""
     state = [work.phase for work in tree.deferred if work.path == path]
-    state += [type(layer).__name__ for layer in layers_of(module, Layer)]
-    state += ["a hook"] if has_backward_hooks(module) or forward_hooks_of(module) else []
-    if state:
-        raise ScheduleError(f"{label}: '{path}' {location} and has {state[0]}, which would be lost; replace first")
+    state += [type(layer).__name__ for layer in layers_of(module, Layer) if not isinstance(layer, WithoutBias)]
+    state += [f"sync({sync.mode!r}, {sync.op!r})" for sync in syncs_of(module)]
+    return state + (["a hook"] if has_backward_hooks(module) or forward_hooks_of(module) else [])
+
+
+def _take_over(tree: Tree, replaced: tuple[str, nn.Module], path: str, called: set[nn.Module]) -> None:
+    """Moves hooks, exchanges and deferred work to the module at `path`; a module with another call keeps its own, too."""
+    old_path, old = replaced
+    give_hooks(old, tree.module.get_submodule(path))
+    for work in [work for work in tree.deferred if work.path == old_path]:
+        if old in called:
+            tree.deferred.append(replace(work, path=path))
+        else:
+            work.path = path
 
 
 def _calls(nodes: Any) -> Iterator[tuple[fx.Node | None, str]]:

@@ -14,10 +14,9 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ...base._torch import TreeSpec, tree_flatten, tree_unflatten
+from ...base._torch import TreeSpec, tree_flatten
 from ...base.errors import ScheduleError
 from ..forward import Inner, Layer
-from ..parallel.exchange import InputSync, OutputSync
 
 ITSELF = "_the_traced_module_itself"
 """Target of the attribute node for the traced module."""
@@ -209,36 +208,6 @@ class Call(NamedOperation):
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
-
-
-class SyncCall(NamedOperation):
-    """The `sync` of a replaced module, as an operation on the replacement's inputs or outputs."""
-
-    def __init__(self, hook: InputSync | OutputSync) -> None:
-        self.hook = hook
-        super().__init__(f"sync_{hook.sync.mode}")
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(self.hook, OutputSync):
-            return self.hook(None, (), value)
-        is_floating_point = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return self.hook.function(value) if is_floating_point else value
-
-
-class Unflatten(NamedOperation):
-    """Converts the results of an exported graph to the module's output structure."""
-
-    def __init__(self, spec: TreeSpec) -> None:
-        self.spec = spec
-        super().__init__("results")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unflatten) and self.spec == other.spec
-
-    __hash__ = object.__hash__
-
-    def __call__(self, *leaves: Any) -> Any:
-        return tree_unflatten(leaves, self.spec)
 
 
 COMPILERS = ("inductor", "none")

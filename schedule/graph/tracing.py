@@ -1,7 +1,6 @@
 """Traces one module to a graph symbolically, and merges the graphs of a module in training and in evaluation."""
 
 import inspect
-import itertools
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -13,12 +12,10 @@ import torch
 from torch import fx, nn
 
 from ...base._torch import (
-    OpOverload,
     buffers_of,
     has_backward_hooks,
     has_forward_hooks,
     parameters_of,
-    schema_of,
     tree_flatten,
     tree_unflatten,
 )
@@ -228,19 +225,11 @@ def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
         if eval_node is None:
             assert train_node is not None
             _restrict(train_node, training, True)
-            if _is_contiguous(train_node):
-                replaced = [node for node, counterpart in counterparts.items() if counterpart is train_node.args[0]]
-                counterparts.update(dict.fromkeys(replaced, train_node))
         elif train_node is None:
             following = next(node for node, _ in pairs[index:] if node is not None)
             with trains.inserting_before(following):
                 copied = counterparts[eval_node] = trains.node_copy(eval_node, counterparts.__getitem__)
             _restrict(copied, training, False)
-            if _is_contiguous(eval_node):
-                # Also in training, where it has no effect: later operations then have equal inputs.
-                copied.args[0].replace_all_uses_with(
-                    copied, delete_user_cb=lambda user, copied=copied: user is not copied
-                )
         else:
             counterparts[eval_node] = train_node
             if train_node.op != "placeholder":
@@ -252,20 +241,22 @@ def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
 def _aligned(trains: fx.Graph, evaluates: fx.Graph) -> Iterator[tuple[fx.Node | None, fx.Node | None]]:
     """Yields pairs of nodes with the same operation, one of each mode.
 
-    A node is paired with None if it may exist in one mode only: a check, an input of one, or an operation that makes a
-    tensor contiguous, which torch.export omits for contiguous tensors.
+    A node is paired with None if it may exist in one mode only: a check, or an input of one.
     """
     train_nodes, eval_nodes = list(trains.nodes), list(evaluates.nodes)
     checks = _checks(trains) | _checks(evaluates)
-    optional = checks | {node for node in (*train_nodes, *eval_nodes) if _is_contiguous(node)}
     while train_nodes or eval_nodes:
         train_node, eval_node = next(iter(train_nodes), None), next(iter(eval_nodes), None)
-        kinds = [None if node is None else (node.op, node.target, node in checks) for node in (train_node, eval_node)]
+        # Both modes begin with the same attributes, some of which one of them only checks.
+        kinds = [
+            None if node is None else (node.op, node.target, node in checks and node.op != "get_attr")
+            for node in (train_node, eval_node)
+        ]
         if kinds[0] == kinds[1]:
             yield train_nodes.pop(0), eval_nodes.pop(0)
-        elif train_node in optional:
+        elif train_node in checks:
             yield train_nodes.pop(0), None
-        elif eval_node in optional:
+        elif eval_node in checks:
             yield None, eval_nodes.pop(0)
         else:
             raise TraceError("it does other operations in training than in evaluation; trace the modules below it")
@@ -280,10 +271,6 @@ def _checks(graph: fx.Graph) -> set[fx.Node]:
     return only_for_checks
 
 
-def _is_contiguous(node: fx.Node) -> bool:
-    return str(node.target) == "aten.contiguous.default" and not node.kwargs
-
-
 def _restrict(node: fx.Node, training: fx.Node, mode: bool) -> None:
     """Restricts a check to one mode."""
     if node.target is check:
@@ -291,20 +278,10 @@ def _restrict(node: fx.Node, training: fx.Node, mode: bool) -> None:
         node.args = (training, mode, *node.args)
 
 
-def _with_defaults(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the positional arguments of an operator, with defaults for missing ones."""
-    if not isinstance(node.target, OpOverload):
-        return args
-    parameters = schema_of(node.target).arguments[len(args) :]
-    missing = itertools.takewhile(lambda parameter: not parameter.kwarg_only, parameters)
-    return (*args, *(parameter.default_value for parameter in missing))
-
-
 def _select(graph: fx.Graph, training: fx.Node, node: fx.Node, evaluates: tuple[Any, dict[str, Any]]) -> None:
     """Makes an operator take its own arguments in training and those in `evaluates` in evaluation."""
-    train_args, eval_args = _with_defaults(node, node.args), _with_defaults(node, evaluates[0])
-    train_values, spec = tree_flatten((train_args, dict(node.kwargs)))
-    eval_values, eval_spec = tree_flatten((eval_args, evaluates[1]))
+    train_values, spec = tree_flatten((node.args, dict(node.kwargs)))
+    eval_values, eval_spec = tree_flatten(evaluates)
     if spec != eval_spec:
         raise TraceError(f"{node.name} is given other arguments in training than in evaluation")
     changed = False

@@ -1,26 +1,22 @@
 """Primitives of traced modules: trace, find, decompose, fuse."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ...base.errors import ScheduleError, TraceError, unknown
+from ...base.errors import ScheduleError, unknown
 from ..forward import add_layer, layers_of
 from ..graph.by_example import as_call, example_of, trace_by_example
 from ..graph.called import check_called, graph_above, scheduled_below
 from ..graph.editing import fuse_subgraph
-from ..graph.exported import trace_exported
 from ..graph.subgraph import Subgraph, find_subgraphs
 from ..graph.trace import COMPILERS, Traced
 from ..graph.tracing import trace_symbolically
 from ..parallel.exchange import WithoutBias, syncs_of
 from ..parallel.sharding import shards_of
 from ..tree import ScheduledModule, primitive
-
-TRACERS = ("fx", "export", "dynamo")
 
 
 @primitive
@@ -29,7 +25,6 @@ def trace(
     flatten: bool = False,
     leaves: Sequence[str | type[nn.Module]] = (),
     inputs: Sequence[str] = (),
-    tracer: str | None = None,
     examples: Any = None,
 ) -> None:
     """Replaces this module's forward by a graph; the module, its children and its parameters stay in place.
@@ -47,57 +42,26 @@ def trace(
             hooks.
         leaves: with `flatten`, children to keep as calls: regular expressions for paths, or classes.
         inputs: arguments with defaults that remain inputs of the graph.
-        tracer: `fx` follows the module's code; `export` and `dynamo` make a graph of operators without calls of
-            children (torch.export, by running the code or by reading it), and need example inputs. By default the
-            first one that succeeds, in this order.
         examples: a tensor, a tuple of positional or a mapping of keyword arguments.
 
     Raises:
         TraceError: a graph cannot express the forward (control flow that depends on values of tensors). The message has
-            the operation and the line of the model's code, for each tracer.
-        ScheduleError: the module is traced already; unknown tracer; or the tracer needs example inputs and has none.
+            the operation and the line of the model's code.
+        ScheduleError: the module is traced already.
     """
-    label = f"trace on '{sch.name}'"
     if layers_of(sch.module, Traced):
-        raise ScheduleError(f"{label}: the module is traced already")
-    if tracer is not None and tracer not in TRACERS:
-        raise ScheduleError(f"{label}: {unknown('tracer', tracer, TRACERS)}")
+        raise ScheduleError(f"trace on '{sch.name}': the module is traced already")
     check_called(sch, "trace")
     if examples is not None:
         sch.tree.examples[sch.path] = as_call(examples)
     example = example_of(sch)
-    module, name = sch.module, sch.name
-    scheduled = scheduled_below(sch)
     # Modules with deferred work stay calls, so that `build` can wrap them.
-    leaf_modules = [*leaves, *scheduled]
+    leaf_modules = [*leaves, *scheduled_below(sch)]
     if example is None:
-        if tracer not in (None, "fx"):
-            raise ScheduleError(f"{label}: tracer '{tracer}' needs examples=, here or at a module above")
-        add_layer(module, trace_symbolically(module, name, flatten, leaf_modules, inputs))
-        return
-    attempts: dict[str, Callable[[], Traced]] = {
-        "fx": partial(trace_by_example, module, name, flatten, leaf_modules, inputs, example),
-        "export": partial(trace_exported, module, name, inputs, example, scheduled, strict=False),
-        "dynamo": partial(trace_exported, module, name, inputs, example, scheduled, strict=True),
-    }
-    add_layer(module, _first(attempts if tracer is None else {tracer: attempts[tracer]}))
-
-
-def _first(attempts: dict[str, Callable[[], Traced]]) -> Traced:
-    """Returns the result of the first tracer that succeeds.
-
-    Raises:
-        TraceError: all fail; the message has the reason of each.
-    """
-    failures = []
-    for name, attempt in attempts.items():
-        try:
-            return attempt()
-        except TraceError as error:
-            failures.append((name, error))
-    if len(failures) == 1:
-        raise failures[0][1]
-    raise TraceError("; ".join(f"by {name}: {error}" for name, error in failures))
+        traced = trace_symbolically(sch.module, sch.name, flatten, leaf_modules, inputs)
+    else:
+        traced = trace_by_example(sch.module, sch.name, flatten, leaf_modules, inputs, example)
+    add_layer(sch.module, traced)
 
 
 def find(

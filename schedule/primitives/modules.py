@@ -31,9 +31,9 @@ def replace(
     Parameters and buffers with matching names and shapes are kept (the same objects, so ties remain), as are hooks and
     the training mode. A warning lists the tensors that could not be kept.
 
-    The replacement of a subgraph is called with the values of the pattern's parameters. Exchanges between ranks before
-    and after the modules in the subgraph take place before and after the replacement; other exchanges are refused.
-    Unused parameters are removed from the model.
+    The replacement of a subgraph is called with the values of the pattern's parameters. A module in the place of a single
+    call takes over hooks and exchanges; otherwise those of modules in the subgraph are refused. Unused parameters are removed
+    from the model.
 
     Args:
         new: a module, or a factory that is called with the old module, and with its path if it takes two arguments;

@@ -338,8 +338,7 @@ def check_synced(sch: ScheduledModule) -> None:
         if side not in PARTIAL:
             continue
         ancestors = map(root.get_submodule, with_ancestors(path))
-        syncs = [*module.__dict__.get("_handed_over", ())]
-        syncs += [sync for ancestor in ancestors if ancestor in alive for sync in syncs_of(ancestor)]
+        syncs = [sync for ancestor in ancestors if ancestor in alive for sync in syncs_of(ancestor)]
         if not any(sync.mode == "fwd_post" and (callable(sync.op) or sync.op in SUMS) for sync in syncs):
             raise ScheduleError(
                 f"build: '{path}' returns partial sums on each rank, and nothing adds them up; "

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from redline.base.errors import ScheduleError, TraceError
+from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule
 from redline.schedule.graph.called import check_read
 from torch import nn
@@ -65,12 +65,6 @@ def test_a_primitive_on_a_module_that_a_graph_has_taken_in_is_refused(sch, primi
     assert (str(sch), len(sch.tree.deferred), sch[path].module) == before
 
 
-def test_after_an_export_the_layers_of_torch_are_in_the_graph_as_well(sch):
-    sch.trace(tracer="export", examples=torch.randn(2, 8))
-    with pytest.raises(ScheduleError, match=r"hook on 'inner.fc': the graph of 'the root'.*sch.trace, keep it a call"):
-        sch["inner.fc"].hook("fwd_post", lambda module, args, output: output)
-
-
 def test_modules_still_called_by_the_graph_take_primitives(sch):
     seen = []
     sch.trace(flatten=True)
@@ -79,12 +73,6 @@ def test_modules_still_called_by_the_graph_take_primitives(sch):
     model, _ = build(sch)
     model(torch.randn(2, 8))
     assert seen == [model.inner.fc, model.norm]
-
-
-def test_an_exported_graph_would_lose_it(sch):
-    sch["inner"].checkpoint()
-    with pytest.raises(TraceError, match="the schedule of 'inner' would be lost in it"):
-        sch.trace(tracer="export", examples=torch.randn(2, 8))
 
 
 def test_layers_whose_weights_alone_are_read_are_named(sch):

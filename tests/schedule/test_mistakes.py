@@ -176,7 +176,7 @@ def test_a_forward_that_writes_its_module_is_refused_and_changes_nothing(how, ex
     before, buffers = copy.deepcopy(model.state_dict()), dict(model.named_buffers())
     written = {"count": "count", "mean": "mean", "attribute": "last"}[how]
     with pytest.raises(TraceError, match=f"writes {written}|count"):
-        create_schedule(model).trace(examples=examples, tracer="fx")
+        create_schedule(model).trace(examples=examples)
     assert dict(model.named_buffers()).keys() == buffers.keys()
     assert all(each is buffers[name] for name, each in model.named_buffers())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -188,7 +188,7 @@ def test_a_buffer_that_is_written_in_place_is_written_at_every_call_of_a_graph_b
     torch.manual_seed(0)
     plain = Counting("mean")
     traced = copy.deepcopy(plain)
-    create_schedule(traced).trace(examples=torch.ones(2, 4), tracer="fx")
+    create_schedule(traced).trace(examples=torch.ones(2, 4))
     for _ in range(3):
         x = torch.randn(2, 4)
         assert torch.equal(plain(x), traced(x))

@@ -6,6 +6,7 @@ from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.forward import layers_of
+from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.primitives.checkpoint import Checkpointed
 from torch import nn
 from torch.nn import functional as F
@@ -20,15 +21,6 @@ class MLP(nn.Module):
         return self.drop(self.fc2(self.act(self.fc1(x)))) + x
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 def gelu_linear(x, w, b):
     return F.linear(F.gelu(x), w, b)
 
@@ -39,10 +31,6 @@ def linear_gelu(x, w, b):
 
 def whole_mlp(x, w1, b1, w2, b2):
     return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
-
-
-def glu(x, w1, b1, w2, b2):
-    return F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2)
 
 
 def seeded(kind):
@@ -58,60 +46,37 @@ def cut_mlp(sch):
     sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 
-def check_handed_over(pattern):
+def check_fused(pattern):
     sch = create_schedule(seeded(MLP), mesh(tp=2))
     with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)):
         cut_mlp(sch)
         sch.trace()
-        sch.replace(pattern, sch.find(pattern))
+        sch.fuse(sch.find(pattern), compiler="none")
     again = sch.copy()
     assert [each.op for each in again.graph.nodes] == [each.op for each in sch.graph.nodes]
 
 
 @pytest.mark.parametrize("pattern", [gelu_linear, linear_gelu, whole_mlp])
-def test_a_replacement_exchanges_what_the_modules_inside_did(two, pattern):
-    two.run(check_handed_over, pattern)
+def test_a_fused_part_exchanges_what_the_modules_inside_do(two, pattern):
+    two.run(check_fused, pattern)
 
 
-def check_gated():
-    x = torch.randn(4, 8, requires_grad=True, generator=torch.Generator().manual_seed(1))
-    sch = create_schedule(nn.Sequential(nn.Linear(8, 8), seeded(Gated)), mesh(tp=2))
-    with torch.no_grad():
-        sch["0"].module.weight.copy_(torch.eye(8))
-    with verify(sch, x):
-        for name in ("1.gate", "1.up"):
-            sch[name].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
-        sch["1.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-        sch["1"].trace()
-        # The gradient of their common input is summed once.
-        sch.replace(glu, sch.find(glu))
-    one = create_schedule(seeded(Gated), mesh(tp=2))
-    one["gate"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
-    one["up"].shard(["weight", "bias"], axis=0)
-    one.trace()
-    with pytest.raises(ScheduleError, match="'gate' is on an input that up takes too"):
-        one.replace(glu, one.find(glu))
-    assert len(one.find(glu)) == 1
-
-
-def test_shared_inputs_are_exchanged_once(two):
-    two.run(check_gated)
-
-
-def residual_inside(x, w, b, y, p):
-    return F.dropout(F.linear(x, w, b), p) + y
-
-
-def check_inside():
-    sch = create_schedule(seeded(MLP), mesh(tp=2))
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        (gelu_linear, r"'fc2' has BiasOnce"),
+        (linear_gelu, r"'fc1' has sync\('bwd_post', 'all_reduce'\)"),
+        (whole_mlp, r"'fc1' has sync\('bwd_post', 'all_reduce'\)"),
+    ],
+)
+def test_a_replacement_that_would_lose_exchanges_is_refused(pattern, named):
+    sch = create_schedule(seeded(MLP), PlannedMesh(tp=2))
     cut_mlp(sch)
     sch.trace()
-    with pytest.raises(ScheduleError, match=r"sync\('fwd_post', 'all_reduce'\) of 'fc2' is inside"):
-        sch.replace(residual_inside, sch.find(residual_inside))
-
-
-def test_an_exchange_in_the_middle_of_what_is_replaced_is_refused(two):
-    two.run(check_inside)
+    code = str(sch.graph)
+    with pytest.raises(ScheduleError, match=f"{named}, which would be lost .*; replace first, or fuse"):
+        sch.replace(pattern, sch.find(pattern))
+    assert str(sch.graph) == code
 
 
 # Other settings on the modules
@@ -123,7 +88,7 @@ def test_an_exchange_in_the_middle_of_what_is_replaced_is_refused(two):
         (lambda sch: sch["fc2"].hook("fwd_post", lambda m, args, out: out * 2), "'fc2' has a hook"),
         (lambda sch: sch["fc2"].hook("fwd_pre", halve_input), "'fc2' has a hook"),
         (lambda sch: sch["fc2"].hook("bwd_pre", lambda m, grad: None), "'fc2' has a hook"),
-        (lambda sch: sch["fc2"].checkpoint(), "'fc2' has checkpoint, which would be lost; replace first"),
+        (lambda sch: sch["fc2"].checkpoint(), "'fc2' has checkpoint, which would be lost"),
     ],
 )
 def test_settings_that_the_replacement_cannot_take_are_refused(given, message):
@@ -261,30 +226,6 @@ def test_the_other_call_of_a_module_keeps_its_hooks_and_deferred_work():
     sch.replace(new, sch.find("fc")[0], name="new")
     assert [each.path for each in sch.tree.deferred] == ["fc", "new"]
     assert torch.equal(build(sch)[0](x), want)
-
-
-def two_linear(x, w, b, w2, b2):
-    return F.linear(F.linear(x, w, b), w2, b2)
-
-
-def check_called_twice(count):
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    sch = create_schedule(seeded(Twice), mesh(tp=2))
-    with verify(sch, x):
-        sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
-        sch["fc"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-        sch.trace()
-        found = sch.find(two_linear)
-        assert len(found) == 2
-        sch.replace(two_linear, found[:count])
-    if count == 1:
-        sch.replace(two_linear, sch.find(two_linear))
-    build(sch)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_calls_of_one_module_are_replaced_one_by_one_or_at_once_with_their_exchanges(two, count):
-    two.run(check_called_twice, count)
 
 
 def test_one_module_in_two_places_does_not_get_the_hook_of_one():

@@ -1,4 +1,4 @@
-"""Tracing the modules of transformers, attention and whole models included, by example and by torch.export."""
+"""Tracing the modules of transformers, attention and whole models included, by example."""
 
 import copy
 
@@ -7,7 +7,6 @@ import torch
 import transformers
 from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import build, create_schedule, verify
-from tiers import tiered
 from tiny_families import FAMILIES, batch, made, same, trained
 from torch import nn
 from torch.nn import functional as F
@@ -116,95 +115,11 @@ def test_examples_are_taken_from_the_calls_of_a_module_above():
     sch = create_schedule(nn.Sequential(Outer()))
     with pytest.raises(TraceError, match="Branching|control flow"):
         sch["0.inner"].trace()
-    with pytest.raises(ScheduleError, match="tracer 'export' needs examples="):
-        sch["0.inner"].trace(tracer="export")
-    with pytest.raises(ScheduleError, match="unknown tracer 'fxx'; did you mean 'fx'"):
-        sch["0.inner"].trace(tracer="fxx")
     x = torch.randn(2, 8)
     expected = sch.module(x)
     sch["0"].trace(examples=x)
     sch["0.inner"].trace()
     assert torch.equal(build(sch)[0](x), expected)
-
-
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
-
-    def forward(self, x, *, twice=False):
-        out = self.drop(F.gelu(self.fc(x)))
-        return {"out": out * 2 if twice else out}
-
-
-@pytest.mark.parametrize("tracer", tiered(["export"], ["dynamo"]))
-def test_exported_graphs_are_found_in_and_edited(tracer, seed):
-    torch.manual_seed(seed)
-    sch = create_schedule(Plain())
-    plain = copy.deepcopy(sch.module)
-    x = torch.randn(4, 8)
-    with verify(sch, x):
-        sch.trace(tracer=tracer)
-        sch.fuse(sch.find(lambda x, w, b: F.gelu(F.linear(x, w, b))), compiler="none")
-    built, _ = build(sch)
-    for model in (built, plain):
-        torch.manual_seed(1)
-        model.result = model(torch.cat([x, x]))["out"]
-    assert torch.equal(built.result, plain.result) and not torch.equal(built.result[:4], built.result[4:])
-    built.eval(), plain.eval()
-    assert torch.equal(built(x)["out"], plain(x)["out"])
-
-
-def test_modules_that_export_would_change_are_refused():
-    sch = create_schedule(Plain())
-    sch["fc"].hook("fwd_post", lambda m, args, out: out)
-    with pytest.raises(TraceError, match="the schedule of 'fc' would be lost.*by tracer='fx'"):
-        sch.trace(tracer="export", examples=torch.ones(2, 8))
-
-
-BLOCKS = {
-    "bert": "bert.encoder.layer.0",
-    "gpt2": "transformer.h.0",
-    "gpt_neo": "transformer.h.1",
-    "opt": "model.decoder.layers.0",
-    "t5": "decoder.block.1",
-    "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0",
-    "llama": "model.layers.0",
-    "roberta": "roberta.encoder.layer.0",
-    "vit": "vit.layers.0",
-}
-REFUSED = {
-    "gpt_neo": "it has the constant .*, a tensor that each call creates again",
-    "t5": "it does other operations in training than in evaluation",
-    "llama": "it does other operations in training than in evaluation",
-}
-"""Families that operator traces cannot represent, and why."""
-
-
-@pytest.mark.parametrize(
-    ("family", "tracer"),
-    [
-        pytest.param(family, tracer, marks=[] if (family, tracer) == ("opt", "export") else pytest.mark.slow)
-        for family in FAMILIES
-        for tracer in ("export", "dynamo")
-    ],
-)
-def test_attention_and_blocks_are_exported_or_refused_in_words(family, tracer):
-    for path in (FAMILIES[family][2], BLOCKS[family]):
-        model, data = made(family), batch(family)
-        plain = copy.deepcopy(model)
-        sch = create_schedule(model)
-        sch.tree.examples[""] = ((), data)
-        if family in REFUSED:
-            with pytest.raises(TraceError, match=REFUSED[family]):
-                sch[path].trace(tracer=tracer)
-            continue
-        sch[path].trace(tracer=tracer)
-        assert not [node for node in sch[path].graph.nodes if node.op == "call_module"]
-        built, _ = build(sch)
-        assert same(trained(built, data), trained(plain, data))
-        more = batch(family, size=4, length=16)
-        assert torch.equal(built.eval()(**more).loss, plain.eval()(**more).loss)
 
 
 class Spelled(nn.Module):
@@ -243,11 +158,9 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("tracer", ["fx", "export", "dynamo"])
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_pattern_matches_all_spellings_of_an_operation(name, tracer):
+def test_a_pattern_matches_all_spellings_of_an_operation(name):
     x = torch.randn(2, 3, 4)
-    # TorchDynamo takes seconds.
-    for written in SPELLINGS[name][: 1 if tracer == "dynamo" else None]:
-        sch = create_schedule(Spelled(written)).trace(tracer=tracer, examples=x)
+    for written in SPELLINGS[name]:
+        sch = create_schedule(Spelled(written)).trace(examples=x)
         assert [len(sch.find(pattern)) for pattern in SPELLINGS[name]] == [1] * len(SPELLINGS[name])
