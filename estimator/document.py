@@ -16,18 +16,16 @@ from ..space import Config, Space
 from .estimate import Estimate
 from .estimator import Estimator
 from .facts.model_facts import ModelFacts
-from .knob_arrays import KnobArrays, knob_arrays
+from .knob_arrays import knob_arrays
 from .layerwise import Layerwise, followed, refine, relatives
 from .memory import of_stages
 from .plans import Plan, choose
-from .rank import imbalance
 from .request import EstimateRequest
-from .stages import Stage, in_flight, staged
+from .stages import staged
 from .survey import Ranked, Survey, checked_config, device_of
 
 NOTICED = 0.01
 """Smallest difference between ranks that is stated, as a share of the peak."""
-_OF_MICRO_BATCHES = ("activations", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +40,17 @@ class FullestRank:
     """Its peak, MiB."""
     least_mib: float
     """Peak of the pipeline rank with the least memory, MiB."""
-    reasons: tuple[str, ...]
-    """Terms of which it has more than that rank, and than its own replicas; empty if all ranks are equal."""
+    ep: int
+    """Ranks that share experts, of which it gets the most rows; 1 if none do."""
 
     def __str__(self) -> str:
-        if not self.reasons:
-            return "all ranks alike"
-        place = [f"pipeline rank {self.rank} of {self.pp}"] if self.least_mib < (1 - NOTICED) * self.mib else []
-        return ", ".join([*place, *self.reasons])
+        places = []
+        if self.least_mib < (1 - NOTICED) * self.mib:
+            more = (self.mib - self.least_mib) / 1024
+            places.append(f"pipeline rank {self.rank} of {self.pp}, with {more:.1f} GiB more than the emptiest")
+        if self.ep > 1:
+            places.append(f"the one of {self.ep} ranks whose experts get the most rows")
+        return ", ".join(places) or "all ranks alike"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -67,41 +68,15 @@ def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank
     facts = estimator.trained_facts(next(cols.variants())[0])
     split, _ = next(cols.splits())
     cut = staged(facts, split, setup.balance, cols)
-    groups, stages = [groups for groups, _ in cut], [stage for _, stage in cut]
-    peaks = of_stages(groups, facts, setup, constants)
+    peaks = of_stages([groups for groups, _ in cut], facts, setup, constants)
     sums = [float(reduce(np.add, terms.values())[0]) for terms in peaks]
-    most, least = int(np.argmax(sums)), int(np.argmin(sums))
-    reasons: list[str] = []
-    if sums[least] < (1 - NOTICED) * sums[most]:
-        excess = {name: float(value[0] - peaks[least][name][0]) for name, value in peaks[most].items()}
-        (name, extra), *_ = sorted(excess.items(), key=lambda item: -item[1])
-        reasons.append(
-            f"{extra / 1024:.1f} GiB more {name} than the emptiest "
-            f"{_reason_for(name, stages[most], stages[least], split.pp, cols)}"
-        )
-    if (ep := int(cols.ep[0])) > 1 and facts.experts:
-        even = of_stages(groups, facts, setup, constants.replace(expert_spread=0.0))[most]
-        extra = sums[most] - float(reduce(np.add, even.values())[0])
-        share = float(imbalance(max(facts.experts), np.array([ep]), constants)[0]) - 1
-        reasons.append(
-            f"{extra / 1024:.1f} GiB as the one of {ep} ranks whose experts get the most rows, {100 * share:.0f} % above the mean"
-        )
+    most = int(np.argmax(sums))
     return FullestRank(
-        rank=int(stages[most].ranks[0]), pp=split.pp, mib=sums[most], least_mib=sums[least], reasons=tuple(reasons)
-    )
-
-
-def _reason_for(name: str, most: Stage, least: Stage, pp: int, cols: KnobArrays) -> str:
-    """Why one stage has more of a term than another."""
-    if name in _OF_MICRO_BATCHES:
-        held, held_by_least = (float(in_flight(stage.ranks[0], pp, cols)[0]) for stage in (most, least))
-        if held != held_by_least:
-            return f"since it holds {held:g} micro-batches at once instead of {held_by_least:g}"
-    ends = [part.name for part in most.ends if part not in least.ends and part.role != "norm"]
-    if most.count != least.count:
-        return f"since it has {most.count} blocks instead of {least.count}"
-    return (
-        f"since it has the {' and '.join(ends)}" if ends else "since its blocks are treated unlike those of the other"
+        rank=int(cut[most][1].ranks[0]),
+        pp=split.pp,
+        mib=sums[most],
+        least_mib=min(sums),
+        ep=int(cols.ep[0]) if facts.experts else 1,
     )
 
 

@@ -1,4 +1,4 @@
-"""The fullest rank of a configuration, and the reason."""
+"""The fullest rank of a configuration."""
 
 import pytest
 from redline.estimator import Estimator, TrainingSetup
@@ -23,23 +23,21 @@ def test_without_a_pipeline_all_ranks_are_equal():
 def test_the_first_rank_holds_the_most_micro_batches():
     found = fullest({"pp": 8, "checkpoint_ratio": 0.0})
     assert (found.rank, found.pp) == (0, 8)
-    assert "8 micro-batches at once instead of 1" in str(found)
-    assert found.mib > found.least_mib
+    more = (found.mib - found.least_mib) / 1024
+    assert more > 1 and str(found) == f"pipeline rank 0 of 8, with {more:.1f} GiB more than the emptiest"
 
 
 def test_the_last_rank_has_a_large_head():
-    found = fullest({"pp": 8, "checkpoint_ratio": 1.0}, vocabulary=512_000)
-    assert found.rank == 7 and "head" in str(found)
+    assert fullest({"pp": 8, "checkpoint_ratio": 1.0}, vocabulary=512_000).rank == 7
 
 
 def test_a_stage_that_is_given_more_blocks_is_the_fullest():
-    found = fullest({"pp": 4, "checkpoint_ratio": 1.0, "stage_blocks": "6,14,6,6"})
-    assert found.rank == 1 and "14 blocks instead of 6" in str(found)
+    assert fullest({"pp": 4, "checkpoint_ratio": 1.0, "stage_blocks": "6,14,6,6"}).rank == 1
 
 
 def test_experts_get_unequal_rows():
     found = fullest({"ep": 8}, **MIXTURE)
-    assert "one of 8 ranks whose experts get the most rows" in str(found)
+    assert str(found) == "the one of 8 ranks whose experts get the most rows"
     assert found.to_dict()["why"] == str(found)
     assert "experts" not in str(fullest({}, **MIXTURE))
 
