@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
@@ -20,7 +19,6 @@ from ..space.knob import DerivedKnob
 from . import parallel
 from .architecture import Architecture
 from .families import generic_schedule
-from .families.cut_blocks import block_calls
 from .families.standard import KNOBS, Runs, StandardSchedule, Support, unconvertible
 from .kernels import kernels_obstacle
 from .samples import Mixing, mixing_of
@@ -533,7 +531,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
         return _Facts(
             followed=followed,
             runs=schedule.runs(sch),
-            parallel=schedule.support(sch, partial(block_calls, workload)),
+            parallel=schedule.support(sch),
             experts=experts,
             parameters=parameters,
             no_stage_blocks=schedule.no_stage_blocks,

@@ -180,7 +180,7 @@ def _replicas(sch: ScheduledModule, settings: dict[str, Any]) -> None:
         zero, stage = settings.setdefault("zero_optimization", {}), arguments["zero"]
         if zero.setdefault("stage", stage) != stage:
             raise _refused(f"shard_data has ZeRO stage {stage}, but zero_optimization.stage is {zero['stage']}")
-        unsupported: dict[str, Any] = {"hsdp": 1, "blocks": None, "stages": {}}
+        unsupported: dict[str, Any] = {"hsdp": 1, "stages": {}}
         for name, neutral in unsupported.items():
             if arguments[name] != neutral:
                 raise _refused(f"shard_data({name}={arguments[name]!r}) has no counterpart in DeepSpeed; leave it out")

@@ -10,13 +10,11 @@ from ...base.errors import MissingModuleError, ScheduleError, UsageError
 from ...knobs.layers import BlockStrategy, of_blocks, own_knobs
 from ...knobs.meaning import Placement, blocks_of_stages, recomputed, stage_sizes
 from ..skeleton import short_copy
-from .cut_blocks import check_calls
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ...schedule import Schedule
-    from .cut_blocks import Call
 
 T = TypeVar("T")
 
@@ -151,18 +149,16 @@ class StandardSchedule:
         if config.get("kernels", False):
             head_of(sch, blocks).fused_loss()
 
-    def support(self, sch: "Schedule", calls: "Callable[[Sequence[str]], Mapping[str, Call]] | None" = None) -> Support:
+    def support(self, sch: "Schedule") -> Support:
         """Returns the supported parallel knobs of a model, found by trials on a copy without weights.
 
         Args:
             sch: schedule of the model or of its skeleton; it is not changed. Its mesh is ignored.
-            calls: arguments of blocks, given the paths of all (`block_calls`), with which blocks cut for `tp` are called;
-                None to cut them only.
         """
         from ...schedule.parallel.experts import replicas_obstacle
         from ...schedule.parallel.sequences import obstacle
 
-        trials = _Trials(self, sch, calls)
+        trials = _Trials(self, sch)
         cut = cache(lambda ranks: trials.cut(ranks) if ranks > 1 else trials.uncut())
         staged = cache(lambda stages: trials.staged(stages) if stages > 1 else None)
         return Support(
@@ -259,14 +255,8 @@ class _Trials:
     module.
     """
 
-    def __init__(
-        self,
-        schedule: StandardSchedule,
-        sch: "Schedule",
-        calls: "Callable[[Sequence[str]], Mapping[str, Call]] | None" = None,
-    ) -> None:
+    def __init__(self, schedule: StandardSchedule, sch: "Schedule") -> None:
         self._schedule = schedule
-        self._find_calls = calls
         self._model = sch.tree.module
         self._paths = [block.path for block in schedule.blocks(sch)]
 
@@ -274,10 +264,6 @@ class _Trials:
     def _short(self) -> "tuple[nn.Module, list[str]]":
         """A copy with a few blocks of each kind, and their paths."""
         return short_copy(self._model, self._paths)
-
-    @cached_property
-    def _calls(self) -> "Mapping[str, Call]":
-        return self._find_calls(self._paths) if self._find_calls is not None else {}
 
     def cut(self, ranks: int, sequence_parallel: bool = False) -> _Cut:
         """The model cut over this number of ranks."""
@@ -301,8 +287,6 @@ class _Trials:
         self._schedule._cut(trial, blocks, sequence_parallel)
         check_synced(trial)
         units_of(trial.tree)
-        if ranks > 1 and not sequence_parallel:
-            check_calls(self._short[0], model, self._calls, ranks)
         return _Cut(padding=_padding(trial), float8=unconvertible((block.module for block in blocks), ranks))
 
     def staged(self, stages: int) -> str | None:

@@ -33,7 +33,6 @@ from ..tree import ScheduledModule, primitive
 def shard_data(
     sch: ScheduledModule,
     zero: int = 0,
-    blocks: str | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     hsdp: int = 1,
@@ -48,13 +47,12 @@ def shard_data(
      2 | and gradients; parameters until the forward | `fully_shard`, gathered from forward to backward |
      3 | and parameters between forward and backward | `fully_shard`, sharded again after the forward |
 
-    At stage 3 the last block and parameters outside all blocks stay gathered from forward to backward, because backward
-    begins with them; the next block is gathered while one computes.
+    At stages 2 and 3 the elements of the outermost module lists, its blocks, are gathered one at a time, and other parameters
+    with the root. At stage 3 the last block and parameters outside all blocks stay gathered from forward to backward, because
+    backward begins with them; the next block is gathered while one computes.
 
     Args:
         zero: the ZeRO stage, 0 to 3.
-        blocks: pattern of the modules that are gathered one at a time at stages 2 and 3; by default the elements of the
-            outermost module lists. The other parameters are gathered with the root.
         param_dtype: at stages 2 and 3, the format in which parameters are gathered and used, and to which the inputs of
             blocks are cast; the shards that the optimizer updates keep their format. None: the format of the shards.
         reduce_dtype: the format in which gradients are communicated. None: float32 with a `param_dtype`, otherwise the
@@ -65,7 +63,7 @@ def shard_data(
             samples of a module (`share_samples`), its weights are sharded over these ranks too.
 
     Raises:
-        ScheduleError: not the root; no `dp` axis; unknown stage; called before; unknown blocks; `hsdp` with groups of one
+        ScheduleError: not the root; no `dp` axis; unknown stage; called before; `hsdp` with groups of one
             rank or with `stages`. At `build`: stage 2 or 3 in a pipeline stage with tied weights.
 
     Source: Rajbhandari et al., ZeRO (2020); https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -97,8 +95,6 @@ def shard_data(
         raise ScheduleError(f"{label}: {reason}")
     if sch.deferred(_apply):
         raise ScheduleError(f"{label}: the model is replicated already")
-    if blocks is not None:
-        sch.select(blocks)
     for path in stages:
         sch[path]
     sch.defer(
@@ -106,7 +102,6 @@ def shard_data(
         _apply,
         zero=zero,
         hsdp=hsdp,
-        blocks=blocks,
         stages=stages,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -154,8 +149,7 @@ class Cutting:
             stage_modules = [block.module for block in pipeline.units if not pipeline.absent(block.path)]
             self.blocks = [module for module in stage_modules if any(True for _ in module.parameters())]
         else:
-            pattern = settings["blocks"]
-            self.blocks = [block.module for block in sch.select(pattern)] if pattern else outermost_blocks(sch.module)
+            self.blocks = outermost_blocks(sch.module)
         self.units = [block for block in self.blocks if self._is_sharded(block)]
         """Modules that are gathered one at a time (FSDP units), in order."""
         several = _data_parallel(sch, "shard_data").size > 1

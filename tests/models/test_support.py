@@ -4,16 +4,13 @@ from importlib import import_module
 
 import pytest
 import torch
-from redline.base.device import Device
-from redline.models import hugging_face, workload
+from redline.models import workload
 from redline.models.families import StandardSchedule, standard
 from redline.models.families.tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 from redline.models.skeleton import FOLLOWED, skeleton, stand_ins_for
-from redline.models.spaces import make_space
 from redline.schedule import create_schedule
 from redline.schedule.parallel.partition import meta_copy
 from torch import nn
-from transformers import OPTConfig, XGLMConfig
 from transformers.activations import ACT2FN
 
 DEGREES = (2, 3, 4, 8)
@@ -109,34 +106,3 @@ def test_activations_that_each_block_makes_for_itself_are_compared_by_what_they_
     stack.blocks[5].act = ACT2FN[last]
     paths = [f"blocks.{number}" for number in range(8)]
     assert ("blocks.5" in stand_ins_for(stack, paths)) == alike
-
-
-def cut_attention(block, regions: Regions):
-    for name in ("q_proj", "k_proj", "v_proj"):
-        column_parallel(block["self_attn"][name])
-    row_parallel(block["self_attn.out_proj"])
-    regions.around(block["self_attn"], block["self_attn.out_proj"])
-
-
-@pytest.mark.parametrize("kind", ["xglm", "opt"])
-def test_attention_that_reshapes_by_a_size_of_its_own_is_refused_before_the_first_trial(kind):
-    """XGLM reshapes by `self.embed_dim`, OPT by -1."""
-    if kind == "xglm":
-        sizes = {"d_model": 32, "num_layers": 2, "attention_heads": 4}
-        config = XGLMConfig(ffn_dim=64, vocab_size=128, max_position_embeddings=64, **sizes)
-        path = "model.layers.*"
-    else:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
-        config = OPTConfig(ffn_dim=64, vocab_size=128, max_position_embeddings=64, **sizes)
-        path = "model.decoder.layers.*"
-    made = hugging_face(config, schedule=StandardSchedule(path, Cuts(block=cut_attention)), seq_len=16)
-    device = Device(type="cpu", name="CPU", count=2, memory_mib=8192)
-    space = make_space(made, device, 2)
-    reasons = [each.reason for each in space.constraints if each.names == ("tp",)]
-    if kind == "opt":
-        assert reasons == [] and any(config["tp"] == 2 for config in space)
-        return
-    (reason,) = reasons
-    assert "'model.layers.0' cannot be called with its weights cut over 2 ranks" in reason
-    assert "self.embed_dim)' at transformers/models/xglm/modeling_xglm.py" in reason
-    assert "shape '[1, 16, 32]' is invalid" in reason and all(config["tp"] == 1 for config in space)
