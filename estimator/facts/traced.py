@@ -22,16 +22,6 @@ Step = tuple[str, str, bool]
 """Precision, attention, and True with Liger-Kernel's modules: what a traced step depends on."""
 
 
-class TracingError(WorkloadError):
-    """A model cannot be traced. `facts` has those that do not need a trace: parts with their parameters."""
-
-    facts: ModelFacts
-
-    def __init__(self, message: str, facts: ModelFacts) -> None:
-        super().__init__(message)
-        self.facts = facts
-
-
 @dataclass
 class TracedFacts:
     """The facts of a workload in every variant; each is traced on first use and cached on disk."""
@@ -51,8 +41,7 @@ class TracedFacts:
         """The facts of one variant.
 
         Raises:
-            TracingError: the model cannot be traced; the message names the operator.
-            WorkloadError: it cannot be built, or its batch or loss is not what it must be.
+            WorkloadError: the model cannot be built or traced, or its batch or loss is not what it must be.
         """
         variant = traced_variant((precision, attention, fusion, kernels), self.liger)
         return derived(self._traced(variant), precision, kernels)
@@ -116,9 +105,7 @@ def trace_facts(
         steps: steps that were traced; a variant with fusion starts from the one without.
 
     Raises:
-        TracingError: the model cannot be traced; names the operator, and has the facts that are known without
-            a trace.
-        WorkloadError: the model cannot be built, or its batch or loss is invalid.
+        WorkloadError: the model cannot be built or traced, or its batch or loss is invalid; names the operator.
     """
     if not isinstance(workload.model, Architecture):
         attention = "sdpa" if attention is None else attention
@@ -147,6 +134,8 @@ def _trace(
         )
         steps[step] = layout, seen
     layout, seen = steps[step]
+    if seen.error and "in backward" not in seen.operator:
+        raise WorkloadError(_tracing_message(workload, seen, layout))
     vocabulary, tied = _head(seen, layout)
     facts = ModelFacts(
         name=workload.name,
@@ -159,8 +148,6 @@ def _trace(
         notes=tuple(layout.notes),
         frozen_bits=None if (lora := lora_of(workload)) is None else lora.frozen_bits,
     )
-    if seen.error and "in backward" not in seen.operator:
-        raise TracingError(_tracing_message(workload, seen, facts, layout), facts)
     if seen.error:
         facts = replace(facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})"))
     if fusion:
@@ -170,11 +157,12 @@ def _trace(
     return facts
 
 
-def _tracing_message(workload: Workload, seen: StepTrace, facts: ModelFacts, layout: "Layout") -> str:
+def _tracing_message(workload: Workload, seen: StepTrace, layout: "Layout") -> str:
+    parameters = sum(math.prod(shape) for shape in seen.parameters.values())
     count = f" in {len(layout.blocks)} repeated blocks and the modules around them" if layout.blocks else ""
     return (
         f"{workload.name} cannot be traced: operator {seen.operator} does not work without values "
-        f"({seen.error}). Known without it: {facts.parameters:,} parameters{count}, and so the memory of "
+        f"({seen.error}). Known without it: {parameters:,} parameters{count}, and so the memory of "
         "weights, gradients and optimizer states; not its activations and time. Dry runs work all the same; for "
         "an estimate give a workload that takes the other way for tensors without values"
     )

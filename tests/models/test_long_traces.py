@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from redline.estimator.facts.traced import TracingError, trace_facts
+from redline.base.errors import WorkloadError
+from redline.estimator.facts.traced import trace_facts
 from redline.models import Workload
 from redline.models.data import TokenBatches
 from redline.models.flops import count_flops
@@ -49,6 +50,6 @@ def test_a_trace_of_a_loop_over_the_sequence_ends_at_its_bound_with_the_reason()
 @pytest.mark.slow
 def test_an_estimate_of_a_loop_over_the_sequence_is_refused_at_the_bound(tmp_path):
     Looping.steps = 0
-    with pytest.raises(TracingError, match="calls torch more than .* as a loop over the sequence does"):
+    with pytest.raises(WorkloadError, match="calls torch more than .* as a loop over the sequence does"):
         trace_facts(looping(LONG), folder=tmp_path)
     assert Looping.steps < LONG
