@@ -38,25 +38,14 @@ def submitted(client, trials=3, **options):
 @pytest.mark.timeout(600)
 def test_a_search_is_submitted_waited_for_and_exported_by_commands(client):
     """The two commands of the documentation, with nothing else started."""
-    short = [
-        "--trials",
-        "2",
-        "--set",
-        "micro_batch=1,2",
-        "--fix",
-        "fusion=false",
-        "--seq-len",
-        "64",
-        "--measure-time",
-        "0.5s",
-    ]
+    short = ["--trials", "1", "--fix", "fusion=false", "--seq-len", "64", "--measure-time", "0.5s"]
     submit = [*client.command, "submit", "gpt2-tiny", *short, "--wait"]
     done = subprocess.run([*submit, *client.environment], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     search = done.stdout.split()[0]
     assert re.search(r"running on .*\n", done.stdout) and "winner   trial" in done.stdout
     run = client.search(search)
-    assert list(run.trials["trial"]) == [0, 1] and run.best.throughput == run.look().best["throughput"]
+    assert list(run.trials["trial"]) == [0] and run.best.throughput == run.look().best["throughput"]
     assert client.queue().devices[0].total == 2 and client.queue().devices[0].busy == 0
     assert "micro_batch" in run.export("yaml")
 

@@ -11,7 +11,8 @@ task = json.loads(sys.stdin.buffer.read())
 folder = Path(task["folder"])
 play = task["request"]["target"]
 started = len(list(folder.glob("started-*"))) + 1
-(folder / f"started-{started}").write_text(json.dumps(task))
+(folder / "starting").write_text(json.dumps(task))
+(folder / "starting").rename(folder / f"started-{started}")  # whole from the first look on
 
 
 def write(kind, **data):
