@@ -128,7 +128,7 @@ def test_a_host_without_gpus_plans_for_and_places_on_those_that_the_cluster_has_
         ["TRIAL", "1", "ok"],
         ["TRIAL", "2", "ok"],
     ]
-    note = f"NOTE the cluster has 2 x {H100}, 1 x {A100}: trials use the {H100}; --device-kind chooses others"
+    note = f"NOTE the cluster has 2 x {H100}, 1 x {A100}: trials use the {H100}; `device_kind` chooses others"
     assert note in output
     assert (devices_of(run)["type"], devices_of(run)["name"], devices_of(run)["memory_mib"]) == ("cuda", H100, 81_559)
     assert all("on node-h100" in (run / "logs" / f"{number}.log").read_text() for number in range(2))
@@ -154,7 +154,7 @@ def test_a_kind_that_is_named_is_kept_by_a_resume_and_has_fewer_devices(two_kind
     assert "ERROR UsageError a trial needs 2 devices, the same number on each" in output
     assert "have 1 A100 GPUs" in output
     output = search("search(where, device_kind='v100')", two_kinds)
-    assert f"ERROR UsageError device_kind must name one of 2 x {H100}, 1 x {A100}, but got 'v100'" in output
+    assert f"ERROR UsageError `device_kind` must name one of 2 x {H100}, 1 x {A100}, but got 'v100'" in output
 
 
 def test_a_second_search_waits_for_the_devices_of_the_first(one_core):
