@@ -237,7 +237,8 @@ def list_tokens(url: str) -> None:
 
 def _echo_table(names: list[str], rows: list[list[str]]) -> None:
     for cells in (names, ["---"] * len(names), *rows):
-        click.echo(printable(f"| {' | '.join(cells)} |"))
+        row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+        click.echo(printable(f"| {row} |"))
 
 
 def store_of(url: str, new: bool = False) -> "Store":

@@ -187,20 +187,15 @@ def _with_files(
             stage = _STAGE.search(Path(value).stem)
             if kind != "deepspeed" or stage is None:
                 raise UsageError(f"{where}: the file {value} of {name} is not there")
-            offloads, stem = _OFFLOADS.search(Path(value).stem), Path(value).stem.lower()
-            words = {"optimizer": ("optim", "_all"), "param": ("param", "_all")} if offloads else {}
-            offloaded = [part for part, signs in words.items() if any(sign in stem for sign in signs)]
-            if offloads and not offloaded:
-                offloaded = ["optimizer", "param"] if stage[1] == "3" else ["optimizer"]
-                if stage[1] == "3":
-                    facts["unread"] = {name: value}  # weights may be offloaded or not
-            offload = {f"zero_optimization.offload_{part}.device": "cpu" for part in offloaded}
+            file_settings, is_whole = _engine_by_name(Path(value).stem, int(stage[1]))
+            if not is_whole:
+                facts["unread"] = {name: value}
+            offloaded = [part for part in ("optimizer", "param") if _offload(part) in file_settings]
             parts_text = f" with offloaded {' and '.join(offloaded)}" if offloaded else ""
             facts["notes"].append(
                 f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}{parts_text}, and what else it sets is "
                 "not known"
             )
-            file_settings = {"zero_optimization.stage": int(stage[1]), **offload}
             own_settings[name] = OpenedFile(value)
         else:
             file_settings = read_document(file)
@@ -216,6 +211,20 @@ def _with_files(
     facts["notes"] += [f"{variable} is not set: what it adds to the command is not known" for variable in unknown]
     sources.append(_source(framework.name, own_settings, where, form))
     return sources, facts
+
+
+def _engine_by_name(name: str, stage: int) -> tuple[dict[str, Any], bool]:
+    """Settings of DeepSpeed that the name of an absent file tells, and False if its offload may be of the weights or not."""
+    settings: dict[str, Any] = {"zero_optimization.stage": stage}
+    if _OFFLOADS.search(name) is None:
+        return settings, True
+    named = [part for part in ("optimizer", "param") if part[:5] in name.lower() or "_all" in name.lower()]
+    possible = ["optimizer", "param"] if stage == 3 else ["optimizer"]
+    return settings | {_offload(part): "cpu" for part in named or possible}, bool(named) or len(possible) == 1
+
+
+def _offload(part: str) -> str:
+    return f"zero_optimization.offload_{part}.device"
 
 
 def _without_variables(

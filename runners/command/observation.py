@@ -244,7 +244,7 @@ class ObservedTraining:
 
     @property
     def elements_per_sample(self) -> int | None:
-        """Elements of a sample's first tensor in the lead's first batches: tokens, or pixels times channels; None if no loader
+        """Elements of a sample's largest tensor in the lead's first batches: tokens, or pixels times channels; None if no loader
         was seen, or they vary, as texts that are padded to the longest of a batch."""
         elements = set(self.lead.facts.get("elements", ()))
         return elements.pop() if len(elements) == 1 else None

@@ -88,7 +88,7 @@ class _Loader:
         self.sizes = []  # samples of each of these batches
         self.trains = False  # a backward pass followed its latest batch since the last step
         self.fingerprints = []
-        self.elements = []  # of a sample's first tensor, in the same batches
+        self.elements = []  # of a sample's largest tensor, in the same batches
         self.buffered = getattr(iterator, "_num_workers", 0) * (getattr(iterator, "_prefetch_factor", 0) or 0)
         self.replicas = _replicas(iterator)
 
@@ -119,12 +119,8 @@ class Record:
         self.loaders = weakref.WeakKeyDictionary()
         self.active = None  # the loader of the latest batch
         self.sources = set()  # data sets of which a backward pass has followed
-        self.fingerprints, self.elements, self.replicas, self.buffered = (
-            [],
-            [],
-            None,
-            0,
-        )  # of the loaders that led to one
+        self.fingerprints, self.elements = [], []  # of the loaders that led to one; so are the following
+        self.replicas, self.buffered = None, 0
         self.waiting = 0  # depth of calls of loaders
         self.batch_sizes, self.step_sizes = {}, {}  # how many batches and steps had so many samples
         self.evaluation = None  # begin of an evaluation, and the parts at that time
@@ -290,14 +286,14 @@ class Record:
         if batch is None:
             return
         indices = loader.indices.pop(0) if loader.indices else None
-        leading, tokens, leaf = _describe(batch, self.torch)
+        leading, tokens, elements, leaf = _describe(batch, self.torch)
         loader.batches += 1
         loader.samples += indices or leading or 0
         loader.sizes.append(indices or leading or 0)
         loader.tokens += tokens or 0
         if len(loader.fingerprints) < FINGERPRINTS:
             loader.fingerprints.append(_fingerprint(leaf))
-            loader.elements.append(leaf.numel() // max(1, leaf.shape[0]) if leaf is not None else None)
+            loader.elements.append(elements)
 
     def index_taken(self, iterator, index):
         # Samples of a data set that is only iterated are not numbered: the batch itself shows how many there are.
@@ -499,8 +495,8 @@ def _count(sizes, size):
 
 
 def _describe(batch, torch):
-    """Returns the leading dimension that most tensors of a batch share, its tokens (None if it has none), and its first
-    tensor.
+    """Returns the leading dimension that most tensors of a batch share, its tokens (None if it has none), the elements of a
+    sample's largest tensor, and the first tensor.
     """
     leaves, tokens = [], None
     pending = [("", batch, 0)]
@@ -520,12 +516,13 @@ def _describe(batch, torch):
         elif depth < 4 and hasattr(value, "__dict__"):
             pending += [(key, item, depth + 1) for key, item in vars(value).items()]
     if not leaves:
-        return None, None, None
+        return None, None, None, None
     sizes = [leaf.shape[0] for leaf in leaves]
     leaf = leaves[0]
     if tokens is None and leaf.dim() == 2 and not leaf.is_floating_point() and leaf.dtype != torch.bool:
         tokens = leaf.numel()
-    return max(set(sizes), key=sizes.count), tokens, leaf
+    elements = max(leaf.numel() // max(1, leaf.shape[0]) for leaf in leaves)
+    return max(set(sizes), key=sizes.count), tokens, elements, leaf
 
 
 def _fingerprint(leaf):

@@ -182,8 +182,8 @@ def test_the_size_of_samples_is_noted_unless_it_varies(run, longest, elements):
     length = 4 * int(sys.argv[1])
     model = torch.nn.Embedding(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    texts = [torch.ones({longest}, dtype=torch.int64) for number in range(400)]
-    for batch in DataLoader(texts, batch_size=1):
+    texts = [(number % 10, torch.ones({longest}, dtype=torch.int64)) for number in range(400)]
+    for _, batch in DataLoader(texts, batch_size=1):
         time.sleep(0.02)
         optimizer.zero_grad()
         model(batch).mean().backward()
